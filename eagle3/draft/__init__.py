@@ -1,0 +1,1 @@
+"""The drafter: one step, its training-time test, its objective, its files."""

@@ -1,0 +1,1 @@
+"""What a user gets: acceptance and speed."""

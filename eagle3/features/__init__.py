@@ -1,0 +1,1 @@
+"""The contract between capture and training: samples, stores."""

@@ -1,0 +1,1 @@
+"""JSONL conversations to token ids and loss masks."""

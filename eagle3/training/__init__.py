@@ -1,0 +1,1 @@
+"""The loop: batches, steps, validation, saves."""

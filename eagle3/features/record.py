@@ -36,7 +36,8 @@ class FeatureSample:
         if not bool(kept.all()):
             raise ValueError(
                 f"last hidden state rows must be among the {self.last_rows.numel()} that were kept, "
-                f"got row {int(rows[~kept][0])} (sample {self.sample_id!r}); capture with store.last_rows=all to keep every row"
+                f"got row {int(rows[~kept][0])} (sample {self.sample_id!r}); "
+                f"capture with store.last_rows=all to keep every row"
             )
         return self.last_hidden_states[found]
 

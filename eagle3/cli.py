@@ -1,0 +1,36 @@
+"""What every command shares: arguments, logging, and errors as one sentence."""
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.logging import RichHandler
+
+from eagle3.config import UserError
+
+
+def command_parser(description: str, default_config: str) -> argparse.ArgumentParser:
+    """Returns a parser with the arguments that all commands take: --config and `section.field=value` overrides."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--config", default=default_config, help=f"a YAML file (default: {default_config})")
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="settings that win over the file")
+    return parser
+
+
+def run_command(main: Callable[[], None]) -> None:
+    """Runs a command's main function; a user's mistake ends it with the message alone and exit code 2."""
+    logging.basicConfig(
+        level=logging.INFO,
+        format="%(message)s",
+        handlers=[RichHandler(console=Console(stderr=True), show_path=False, log_time_format="[%X]")],
+    )
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)

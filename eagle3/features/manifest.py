@@ -1,0 +1,135 @@
+"""What a store says of itself: target, engine, layers, digests.
+
+Two captures may share a store only if every field agrees but the commit, which is a note of where the code stood.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import xxhash
+
+from eagle3.config import UserError
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+PROVENANCE_ONLY = {"git_commit"}
+# Written by whatever saved the config last; says nothing about the model.
+VOLATILE_CONFIG_KEYS = {"transformers_version", "_name_or_path"}
+# Ends and middle of each weight file: a fine-tune moves every tensor, and 1 TB of weights is not read twice.
+FINGERPRINT_BYTES = 2**16
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The target, engine and text that a store's features come from."""
+
+    target_path: str
+    target_config_digest: str  # xxh3_128 of config.json, see `digest_target_config`
+    target_revision: str  # see `digest_target_weights`
+    target_quantization: str | None  # the config's quant_method
+    engine: str
+    engine_version: str
+    capture_layers: tuple[int, ...]  # boundaries: the state entering layer k, 0-based
+    dtype: str  # of the running target
+    codec: Literal["bf16", "fp32"]  # of the stored states
+    hidden_size: int  # D
+    vocab_size: int  # V
+    tokenizer_digest: str
+    chat_template_digest: str
+    prompts_digest: str  # xxh3_128 of the prompts file's bytes
+    last_rows: Literal["supervised", "all"]
+    generation: dict[str, Any] = field(default_factory=dict)  # settings of regenerated answers; empty: answers as given
+    git_commit: str | None = None
+    format_version: int = FORMAT_VERSION
+
+
+def manifest_text(manifest: Manifest) -> str:
+    """Returns the manifest as the JSON text that `read_manifest` reads."""
+    return json.dumps(dataclasses.asdict(manifest), indent=2) + "\n"
+
+
+def read_manifest(store_path: Path) -> Manifest:
+    """Reads a store's manifest.
+
+    Raises:
+        UserError: there is no store, or it is of another format, or its manifest is damaged.
+    """
+    path = store_path / MANIFEST_NAME
+    if not path.is_file():
+        raise UserError(
+            f"a feature store must hold {MANIFEST_NAME}, got a path without one ({store_path}); "
+            f"make the store with extract.py, or correct the path"
+        )
+    try:
+        values = json.loads(path.read_text())
+        version = values["format_version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{MANIFEST_NAME} must be JSON with a format_version, got {error!r} ({path}); restore it from a copy"
+        ) from error
+    if version != FORMAT_VERSION:
+        raise UserError(
+            f"format_version must be {FORMAT_VERSION}, got {version!r} ({path}); "
+            f"capture the store again, or use the version of this package that wrote it"
+        )
+    known = {each.name for each in dataclasses.fields(Manifest)}
+    if set(values) != known:
+        raise UserError(
+            f"{MANIFEST_NAME} must have the fields {sorted(known)}, got {sorted(values)} ({path}); "
+            f"restore it from a copy"
+        )
+    return Manifest(**{**values, "capture_layers": tuple(values["capture_layers"])})
+
+
+def check_same_capture(stored: Manifest, wanted: Manifest, store_path: Path) -> None:
+    """Refuses to mix two captures in one store.
+
+    Raises:
+        UserError: names each field that differs with both values.
+    """
+    before, now = _flat(stored), _flat(wanted)
+    differing = [
+        f"  {name} must be {before.get(name)!r}, as stored, got {now.get(name)!r}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name) and name not in PROVENANCE_ONLY
+    ]
+    if differing:
+        raise UserError(
+            f"a store goes on only with the settings it was begun with ({store_path}):\n"
+            + "\n".join(differing)
+            + "\nuse the stored settings, or another store.path"
+        )
+
+
+def digest_target_config(target_path: Path) -> str:
+    """Returns the xxh3_128 hex digest of a target's config.json, independent of key order and of who saved it."""
+    values = json.loads((target_path / "config.json").read_text())
+    kept = {key: value for key, value in values.items() if key not in VOLATILE_CONFIG_KEYS}
+    return xxhash.xxh3_128_hexdigest(json.dumps(kept, sort_keys=True).encode())
+
+
+def digest_target_weights(target_path: Path) -> str:
+    """Returns an xxh3_128 hex digest over name, size, ends and middle of each weight file of a target.
+
+    A directory has no revision of its own, and two fine-tunes share a config; reading a terabyte to tell them apart
+    would cost minutes.
+    """
+    digest = xxhash.xxh3_128()
+    for path in sorted(target_path.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for offset in (0, size // 2, max(0, size - FINGERPRINT_BYTES)):
+                file.seek(offset)
+                digest.update(file.read(FINGERPRINT_BYTES))
+    return digest.hexdigest()
+
+
+def _flat(manifest: Manifest) -> dict[str, Any]:
+    values = dataclasses.asdict(manifest)
+    for name, value in values.pop("generation").items():
+        values[f"generation.{name}"] = value
+    return values

@@ -187,6 +187,11 @@ class FeatureStore:
         held_out = [is_held_out(entry.sample_id, held_out_share) for entry in self.entries]
         return [i for i, out in enumerate(held_out) if not out], [i for i, out in enumerate(held_out) if out]
 
+    def loss_mask(self, index: int) -> Tensor:
+        """Reads the loss mask (T,) of a sample, and nothing else of it."""
+        entry = self.entries[index]
+        return read_rows(self._shard(entry.shard), "loss_mask", entry.offset, entry.num_tokens)
+
     def token_counts(self, indices: list[int]) -> Tensor:
         """Returns how often each token occurs under the loss masks of the samples at `indices`, (V,) int64."""
         counts = torch.zeros(self.manifest.vocab_size, dtype=torch.int64)  # (V,)

@@ -201,7 +201,10 @@ def test_missing_directory_is_named(tmp_path: Path) -> None:
     [
         ("{", r"config\.json must be JSON, got .* \(.*config\.json\)"),
         ("[]", r"config\.json must be an object, got a list"),
-        ('{"hidden_size": 64}', "got none for num_hidden_layers, num_attention_heads, vocab_size"),
+        (
+            '{"hidden_size": 64}',
+            "got none for num_hidden_layers, num_attention_heads, vocab_size, max_position_embeddings",
+        ),
     ],
 )
 def test_unusable_config_is_named(tmp_path: Path, text: str, message: str) -> None:

@@ -116,7 +116,7 @@ def load_target_config(path: Path) -> dict[str, Any]:
             config.setdefault(key, whole[key])
     # Layer ids are counted by the class that serves, and the outermost name decides which class that is.
     config["architectures"] = whole.get("architectures") or config.get("architectures") or []
-    needed = ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"]
+    needed = ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings"]
     missing = [key for key in needed if not isinstance(config.get(key), int)]
     if missing:
         raise UserError(

@@ -1,5 +1,6 @@
 """The three tensors read from the shards are those that transformers loads."""
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, LlamaConfig
 
 from eagle3.config import UserError
 from eagle3.draft import target_weights
@@ -168,27 +169,34 @@ def test_capture_layers_strictly_increase_within_the_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "expected"),
+    "config",
     [
-        ({"rope_theta": 1e6}, {"rope_type": "default", "rope_theta": 1e6}),
-        ({"rope_theta": 5e5, "rope_scaling": None}, {"rope_type": "default", "rope_theta": 5e5}),
-        (
-            {"rope_theta": 5e5, "rope_scaling": {"type": "yarn", "factor": 4.0}},
-            {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0},
-        ),
-        (
-            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}},
-            {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0},
-        ),
-        (
-            {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}, "sliding": {}}},
-            {"rope_type": "default", "rope_theta": 1e6},
-        ),
-        ({}, {"rope_type": "default", "rope_theta": 10000.0}),
+        {},
+        {"rope_theta": 1e6},
+        {"rope_theta": 5e5, "rope_scaling": None},
+        {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}},
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        {"original_max_position_embeddings": 9, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        {
+            "rope_parameters": {
+                "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": 256,
+            },
+        },
     ],
-)
-def test_rope_of_both_schemas(config: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert rope_parameters(config) == expected
+)  # fmt: skip
+def test_rope_is_what_transformers_makes_of_it(config: dict[str, Any]) -> None:
+    llama = LlamaConfig(**copy.deepcopy(config), max_position_embeddings=512).to_dict()
+    expected = {key: value for key, value in llama["rope_parameters"].items() if key != "type"}
+    assert rope_parameters(config | {"max_position_embeddings": 512}) == expected
+
+
+def test_rope_by_layer_type_is_that_of_full_attention() -> None:
+    full = {"rope_type": "default", "rope_theta": 1e6}
+    sliding = {"rope_type": "default", "rope_theta": 1e4}
+    config = {"rope_parameters": {"sliding_attention": sliding, "full_attention": full}}
+    assert rope_parameters(config) == full
 
 
 def test_missing_directory_is_named(tmp_path: Path) -> None:
@@ -270,7 +278,7 @@ def test_head_with_a_bias_is_refused(tmp_path: Path, make_target: MakeTarget) ->
 def test_weights_that_are_not_safetensors(tmp_path: Path, make_target: MakeTarget) -> None:
     target = make_target(tmp_path / "target")
     (target / "model.safetensors").rename(target / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"must be model\.safetensors.*got \['pytorch_model\.bin'\]"):
+    with pytest.raises(UserError, match=r"a model.s weights must be model\.safetensors.*got \['pytorch_model\.bin'\]"):
         load_target_weights(target)
 
 

@@ -134,7 +134,7 @@ def load_target_weights(path: Path) -> TargetWeights:
             `lm_head(last)`.
     """
     config = load_target_config(path)
-    files = _tensor_files(path)
+    files = tensor_files(path)
     _check_plain_head(config, files, path)
     head_shape = (config["vocab_size"], config["hidden_size"])
     embed_tokens = _read(files, "model.embed_tokens.weight", head_shape, path)
@@ -154,16 +154,22 @@ def rms_norm_eps(config: dict[str, Any]) -> float:
 
 
 def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns RoPE's settings in transformers 5's schema, from a config in either schema.
+    """Returns RoPE's settings in transformers 5's schema, from a model's config in either schema.
 
     A fresh dict with at least `rope_type` and `rope_theta`; of settings by layer type, those of full attention.
+
+    Source: transformers 5.17, modeling_rope_utils.py, `standardize_rope_params`.
     """
-    stored = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    stored = config.get("rope_scaling") or config.get("rope_parameters") or {}
     parameters = dict(stored.get("full_attention", stored))
     rope_type = parameters.pop("type", "default")  # the older name
     parameters.setdefault("rope_type", rope_type)
     theta = config.get("rope_theta")
-    parameters.setdefault("rope_theta", 10000.0 if theta is None else theta)  # transformers' default
+    parameters.setdefault("rope_theta", 10000.0 if theta is None else theta)
+    if parameters["rope_type"] in ("llama3", "yarn"):
+        if original := config.get("original_max_position_embeddings"):  # outside, it wins
+            parameters["original_max_position_embeddings"] = original
+        parameters.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
     return parameters
 
 
@@ -181,6 +187,43 @@ def log_normaliser(target: TargetWeights, last: Tensor) -> Tensor:  # (N, D) -> 
     return torch.cat(chunks)
 
 
+def tensor_files(path: Path) -> dict[str, Path]:
+    """Returns the file of every tensor of a model directory, by name.
+
+    Raises:
+        UserError: there are no safetensors, or their index cannot be read.
+    """
+    index_path, single_path = path / "model.safetensors.index.json", path / "model.safetensors"
+    if index_path.exists():
+        try:
+            weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
+            return {name: path / file_name for name, file_name in weight_map.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"the weights' index must be JSON with a weight_map, got {error!r} ({index_path}); download it again"
+            ) from None
+    if single_path.exists():
+        with open_tensors(single_path) as tensors:
+            return dict.fromkeys(tensors.keys(), single_path)
+    others = sorted(file.name for file in path.glob("*.bin"))
+    raise UserError(
+        f"a model's weights must be model.safetensors, or shards with {index_path.name}, "
+        f"got {others or 'neither'} ({path}); save the model as safetensors"
+    )
+
+
+def open_tensors(file: Path) -> Any:
+    """Opens a safetensors file, mapped: a context manager with `keys` and `get_tensor`.
+
+    Raises:
+        UserError: the file is missing or broken.
+    """
+    try:
+        return safe_open(file, framework="pt")
+    except (FileNotFoundError, SafetensorError) as error:
+        raise UserError(f"a weights file must be whole and readable, got {error} ({file}); download it again") from None
+
+
 def _check_plain_head(config: dict[str, Any], files: dict[str, Path], path: Path) -> None:
     changes = [
         f"{key}={config[key]!r}" for key, plain in LOGIT_TRANSFORMS.items() if config.get(key) not in (None, plain)
@@ -193,27 +236,6 @@ def _check_plain_head(config: dict[str, Any], files: dict[str, Path], path: Path
         )
 
 
-def _tensor_files(path: Path) -> dict[str, Path]:
-    """Returns the file of every tensor of a target, by name."""
-    index_path, single_path = path / "model.safetensors.index.json", path / "model.safetensors"
-    if index_path.exists():
-        try:
-            weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
-            return {name: path / file_name for name, file_name in weight_map.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"the weights' index must be JSON with a weight_map, got {error!r} ({index_path}); download it again"
-            ) from None
-    if single_path.exists():
-        with _open(single_path) as tensors:
-            return dict.fromkeys(tensors.keys(), single_path)
-    others = sorted(file.name for file in path.glob("*.bin"))
-    raise UserError(
-        f"the target's weights must be model.safetensors, or shards with {index_path.name}, "
-        f"got {others or 'neither'} ({path}); save the model as safetensors"
-    )
-
-
 def _read(files: dict[str, Path], name: str, shape: tuple[int, ...], path: Path) -> Tensor:
     found = [candidate for candidate in files if TENSOR_NAMES[name].fullmatch(candidate)]
     if len(found) != 1:
@@ -222,7 +244,7 @@ def _read(files: dict[str, Path], name: str, shape: tuple[int, ...], path: Path)
             f"'language_model.', got {found or 'none'} among {len(files)} tensors ({path}); "
             f"a target with other names is not supported"
         )
-    with _open(files[found[0]]) as tensors:
+    with open_tensors(files[found[0]]) as tensors:
         if found[0] not in tensors.keys():  # noqa: SIM118 - no dict: it cannot be asked with `in`
             raise UserError(f"{found[0]!r} must be in {files[found[0]]}, as the index says; download it again")
         tensor: Tensor = tensors.get_tensor(found[0])
@@ -232,10 +254,3 @@ def _read(files: dict[str, Path], name: str, shape: tuple[int, ...], path: Path)
             f"got {tuple(tensor.shape)} in {tensor.dtype} ({files[found[0]]}); a quantised head is not supported"
         )
     return tensor
-
-
-def _open(file: Path) -> Any:
-    try:
-        return safe_open(file, framework="pt")
-    except (FileNotFoundError, SafetensorError) as error:
-        raise UserError(f"a weights file must be whole and readable, got {error} ({file}); download it again") from None

@@ -4,6 +4,8 @@ The targets are written without transformers, so that a test which loads them wi
 """
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,7 @@ TINY_CONFIG: dict[str, Any] = {
     "torch_dtype": "float32",
     "use_cache": True,
 }
+REPOSITORY = Path(__file__).resolve().parent.parent
 CHATML_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
@@ -157,6 +160,15 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_target_sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same model as `tiny_target`, in three shards with an index."""
     return write_tiny_target(tmp_path_factory.mktemp("target") / "tiny-sharded", num_shards=3)
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """SmolLM2-135M-Instruct in bf16: converted by the user's own command, once for all sessions of this checkout."""
+    directory = REPOSITORY / "ckpts" / "models" / "SmolLM2-135M-Instruct"
+    if not directory.is_dir():  # the command renames it into place when it is whole
+        subprocess.run([sys.executable, REPOSITORY / "examples" / "smollm2.py", directory], check=True)
+    return directory
 
 
 def random_sample(

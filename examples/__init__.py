@@ -1,0 +1,1 @@
+"""Runnable examples: the demo, its model, its prompts."""

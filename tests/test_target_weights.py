@@ -176,7 +176,6 @@ def test_capture_layers_strictly_increase_within_the_model() -> None:
         {"rope_theta": 5e5, "rope_scaling": None},
         {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}},
         {"rope_theta": 5e5, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-        {"original_max_position_embeddings": 9, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
         {
             "rope_parameters": {

@@ -167,8 +167,6 @@ def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
     theta = config.get("rope_theta")
     parameters.setdefault("rope_theta", 10000.0 if theta is None else theta)
     if parameters["rope_type"] in ("llama3", "yarn"):
-        if original := config.get("original_max_position_embeddings"):  # outside, it wins
-            parameters["original_max_position_embeddings"] = original
         parameters.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
     return parameters
 

@@ -1,0 +1,125 @@
+"""Store -> packed, shuffled, resumable batches.
+
+A batch is a pure function of its position, so a run resumes exactly; and the samples of a step do not depend on the
+number of ranks, only how they are dealt to them does.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eagle3.config import DataConfig, UserError
+from eagle3.draft.ttt import PackedSequences, pack
+from eagle3.features.store import FeatureStore
+
+# A prime well above any number of epochs: (seed, epoch) pairs get different permutations.
+EPOCH_STRIDE = 1_000_003
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far the data has been read."""
+
+    epoch: int = 0
+    num_taken: int = 0  # samples of this epoch's order
+
+
+@dataclass(frozen=True)
+class UsableSamples:
+    """The samples that can be trained on, and why the others cannot."""
+
+    indices: list[int]  # of the store
+    num_too_long: int
+    num_uncounted: int  # no two supervised tokens in a row: nothing to draft
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The samples of one optimizer step, as this rank's micro-batches."""
+
+    packs: list[PackedSequences]  # this rank's; every rank has as many, the last ones may be empty
+    sample_ids: list[list[str]]  # of the packs of all ranks: micro-batch m of rank r is at m * world_size + r
+    num_tokens: int  # over all ranks
+    num_supervised: int  # over all ranks
+    next_position: Position  # where the step after this one starts
+
+
+def has_counted_row(loss_mask: Tensor) -> bool:  # (T,)
+    """Tells whether a sample has a row that is counted at step 0: two supervised tokens in a row after the first."""
+    return bool((loss_mask[1:-1] & loss_mask[2:]).any())
+
+
+def usable_samples(store: FeatureStore, indices: Sequence[int], max_tokens: int) -> UsableSamples:
+    """Leaves out samples that are too long or would train nothing."""
+    short = [index for index in indices if store.entries[index].num_tokens <= max_tokens]
+    counted = [index for index in short if has_counted_row(store.loss_mask(index))]
+    return UsableSamples(counted, len(indices) - len(short), len(short) - len(counted))
+
+
+class Batches:
+    """The batches of a run, on one rank."""
+
+    def __init__(self, store: FeatureStore, indices: list[int], config: DataConfig, rank: int, world_size: int) -> None:
+        """Takes the samples to train on, in the store's order.
+
+        Raises:
+            UserError: there are none.
+        """
+        if not indices:
+            raise UserError(
+                f"a training store must hold samples to train on, got none of its {len(store)} ({store.path}); "
+                f"lower data.held_out_share, raise data.max_tokens, or capture more"
+            )
+        self._store = store
+        self._indices = indices
+        self._config = config
+        self._rank = rank
+        self._world_size = world_size
+        self.steps_per_epoch = -(-len(indices) // config.samples_per_step)
+
+    def load(self, position: Position) -> StepBatch:
+        """Reads the batch at a position; the last one of an epoch may be smaller."""
+        order = epoch_order(len(self._indices), self._config.seed, position.epoch)
+        end = min(position.num_taken + self._config.samples_per_step, len(order))
+        taken = [self._indices[i] for i in order[position.num_taken : end]]
+        entries = self._store.entries
+        lengths = [entries[index].num_tokens for index in taken]
+        dealt = deal(lengths, self._config.batch_tokens, self._world_size)
+        packs = [[taken[i] for i in members] for members in dealt]
+        mine = packs[self._rank :: self._world_size]
+        return StepBatch(
+            packs=[pack([self._store[index] for index in members]) for members in mine],
+            sample_ids=[[entries[index].sample_id for index in members] for members in packs],
+            num_tokens=sum(lengths),
+            num_supervised=sum(entries[index].num_supervised for index in taken),
+            next_position=Position(position.epoch + 1) if end == len(order) else Position(position.epoch, end),
+        )
+
+
+def epoch_order(num_samples: int, seed: int, epoch: int) -> list[int]:
+    """Returns the order of an epoch's samples."""
+    generator = torch.Generator().manual_seed(seed * EPOCH_STRIDE + epoch)
+    order: list[int] = torch.randperm(num_samples, generator=generator).tolist()
+    return order
+
+
+def deal(lengths: list[int], batch_tokens: int, world_size: int) -> list[list[int]]:
+    """Splits samples into micro-batches of at most `batch_tokens`, as many for every rank and of similar sizes.
+
+    Returns a multiple of `world_size` lists of sample numbers, some of which may be empty; a sample longer than
+    `batch_tokens` is alone in its list.
+    """
+    num_packs = world_size * max(1, -(-sum(lengths) // (batch_tokens * world_size)))
+    while True:
+        packs: list[list[int]] = [[] for _ in range(num_packs)]
+        smallest = [(0, index) for index in range(num_packs)]  # a heap of (tokens, pack)
+        for sample in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):  # longest first packs tightest
+            size, index = smallest[0]
+            packs[index].append(sample)
+            heapq.heapreplace(smallest, (size + lengths[sample], index))
+        if all(size <= batch_tokens or len(packs[index]) == 1 for size, index in smallest):
+            return [sorted(members) for members in packs]
+        num_packs += world_size

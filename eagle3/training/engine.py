@@ -1,0 +1,190 @@
+"""The module as DDP or DeepSpeed runs it, with its fp32 masters.
+
+The weights that matter are the fp32 masters, in whoever's hands they are: the parameters themselves under DDP, flat
+shards over the ranks under DeepSpeed. `read_state` and `load_state` see whole tensors under the module's names in
+both cases, so a checkpoint of one can be resumed by the other.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from eagle3.config import ObjectiveConfig, OptimizerConfig, TrainConfig
+from eagle3.draft.model import Eagle3Drafter
+from eagle3.draft.objective import TTTSums, ttt_sums
+from eagle3.draft.target_weights import TargetWeights
+from eagle3.draft.ttt import PackedSequences
+from eagle3.training.distributed import Setup, World, check_setup
+
+logger = logging.getLogger(__name__)
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's, by torch's names
+MASTER = "master"
+
+
+class TTTModule(nn.Module):
+    """The drafter with one forward that does a whole pack, so that the wrappers' hooks fire once per backward."""
+
+    def __init__(self, drafter: Eagle3Drafter, target: TargetWeights, objective: ObjectiveConfig, bf16: bool) -> None:
+        super().__init__()
+        self.drafter = drafter
+        self.target = target  # no parameters of this module: frozen, and of no concern to optimizer and checkpoints
+        self.objective = objective
+        self.bf16 = bf16
+
+    def autocast(self) -> torch.autocast:
+        """Returns the context that every forward runs in; parameters keep their own dtype."""
+        return torch.autocast(self.drafter.d2t.device.type, dtype=torch.bfloat16, enabled=self.bf16)
+
+    def forward(self, packed: PackedSequences, step_weights: Tensor | None = None) -> TTTSums:
+        """Scores a pack; step_weights (K,) replace the decay ** k of the objective."""
+        with self.autocast():
+            return ttt_sums(
+                self.drafter,
+                self.target,
+                packed,
+                ttt_steps=self.objective.ttt_steps,
+                ttt_decay=self.objective.ttt_decay,
+                renormalise=self.objective.renormalise,
+                step_weights=step_weights,
+            )
+
+
+class Engine:
+    """Forward, backward and update of a module over all ranks."""
+
+    def __init__(self, config: TrainConfig, accelerator: Accelerator, world: World, module: TTTModule) -> None:
+        """Wraps the module.
+
+        Raises:
+            UserError: accelerate made something else of it than the config asks for.
+        """
+        self.module = module
+        self.world = world
+        self._accelerator = accelerator
+        self._max_grad_norm = config.optimizer.max_grad_norm
+        initial = {name: parameter.detach().clone() for name, parameter in self._named_parameters()}
+        optimizer = make_optimizer(module, config.optimizer, world.device)
+        self.model, wrapped = accelerator.prepare(module, optimizer)
+        self.setup: Setup = check_setup(config, accelerator, self.model, world)
+        self.uses_deepspeed = self.setup.zero_stage is not None
+        # Two wrappers deep under DeepSpeed: accelerate's, ZeRO's, and torch's with the flat fp32 shards.
+        self._optimizer: torch.optim.Optimizer = wrapped.optimizer.optimizer if self.uses_deepspeed else optimizer
+        if self.uses_deepspeed:
+            # In bf16 ZeRO makes its masters from parameters that are cast already.
+            self._set_masters(initial.__getitem__)
+        for group in self._optimizer.param_groups:
+            dtypes = {parameter.dtype for parameter in group["params"]}
+            assert dtypes == {torch.float32}, f"master weights must be fp32, got {dtypes}"
+
+    def accumulating(self, *, is_last: bool) -> AbstractContextManager[Any]:
+        """Returns the context of one micro-step; gradients cross the ranks in the last one of a step."""
+        if self.uses_deepspeed:
+            self.model.set_gradient_accumulation_boundary(is_last)
+            return contextlib.nullcontext()
+        context: AbstractContextManager[Any] = self._accelerator.no_sync(self.model)
+        return contextlib.nullcontext() if is_last else context
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the loss's gradients; both wrappers average them over the ranks."""
+        if self.uses_deepspeed:
+            self.model.backward(loss, scale_wrt_gas=False)
+        else:
+            loss.backward()
+
+    def update(self, learning_rate: float) -> float:
+        """Clips, updates the weights and clears the gradients; returns the gradient norm over all ranks.
+
+        A gradient that is not finite leaves the weights as they were and comes back as such a norm.
+        """
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        if self.uses_deepspeed:
+            self.model.step()  # checks over the ranks, and skips the update of a non-finite gradient itself
+            return float(self.model.get_global_grad_norm())
+        norm = float(nn.utils.clip_grad_norm_(self.module.parameters(), self._max_grad_norm))
+        if norm < float("inf"):  # false for nan too
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+        return norm
+
+    def read_state(self) -> dict[str, Tensor]:
+        """Returns masters and moments on the main rank's CPU as `master.NAME`, `exp_avg.NAME`, ...; elsewhere nothing.
+
+        Every rank must call it.
+        """
+        state: dict[str, Tensor] = {}
+        for name, parameter in self._named_parameters():
+            for kind in (MASTER, *MOMENTS):
+                tensor = self._read(parameter, kind)
+                if self.world.is_main:
+                    state[f"{kind}.{name}"] = tensor.detach().cpu().clone()
+        return state
+
+    def load_state(self, read: Callable[[str], Tensor], num_steps: int) -> None:
+        """Sets masters and moments from whole tensors, `read` by the names of `read_state`."""
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                self._optimizer.state[parameter] = {
+                    "step": torch.tensor(float(num_steps), device=parameter.device if group["fused"] else "cpu"),
+                    **{kind: torch.zeros_like(parameter) for kind in MOMENTS},
+                }
+        self._set_masters(lambda name: read(f"{MASTER}.{name}"))
+        if self.uses_deepspeed:
+            # ZeRO links the moments to the parameters after its first step, and there was none here.
+            self.model.optimizer._lazy_init_hp_params_optimizer_state()
+        for name, parameter in self._named_parameters():
+            for kind in MOMENTS:
+                self._write(parameter, kind, read(f"{kind}.{name}"))
+
+    def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return list(self.module.drafter.named_parameters())
+
+    @torch.no_grad()
+    def _set_masters(self, read: Callable[[str], Tensor]) -> None:
+        for name, parameter in self._named_parameters():
+            self._write(parameter, MASTER, read(name))
+        if self.uses_deepspeed:
+            self.model.optimizer.update_lp_params()
+
+    def _read(self, parameter: nn.Parameter, kind: str) -> Tensor:
+        if not self.uses_deepspeed:
+            tensor: Tensor = parameter if kind == MASTER else self._optimizer.state[parameter][kind]
+            return tensor
+        # deepspeed picks its device when it is imported, which distributed.start prepares.
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        full = safe_get_full_fp32_param(parameter) if kind == MASTER else safe_get_full_optimizer_state(parameter, kind)
+        assert isinstance(full, Tensor), f"ZeRO must hold the {kind} of every parameter, got {full!r}"
+        return full
+
+    @torch.no_grad()
+    def _write(self, parameter: nn.Parameter, kind: str, value: Tensor) -> None:
+        assert value.shape == parameter.shape, (kind, value.shape, parameter.shape)
+        value = value.to(self.world.device)
+        if not self.uses_deepspeed:
+            self._read(parameter, kind).copy_(value)
+            return
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+        if kind == MASTER:
+            safe_set_full_fp32_param(parameter, value)
+        else:
+            safe_set_full_optimizer_state(parameter, value, kind)
+
+
+def make_optimizer(module: nn.Module, config: OptimizerConfig, device: torch.device) -> torch.optim.AdamW:
+    """Returns AdamW over all parameters; the learning rate is set at every step."""
+    return torch.optim.AdamW(
+        module.parameters(),
+        lr=config.learning_rate,
+        betas=(config.betas[0], config.betas[1]),
+        weight_decay=config.weight_decay,
+        fused=device.type == "cuda",
+    )

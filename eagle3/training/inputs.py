@@ -1,0 +1,133 @@
+"""What training starts from: store, target and config, checked against each other.
+
+Everything here is done before the ranks meet: reading a large store takes longer than a collective waits.
+"""
+
+import dataclasses
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagle3.config import DataConfig, TargetConfig, TrainConfig, UserError
+from eagle3.draft.draft_vocab import build_draft_vocab
+from eagle3.draft.initial import drafter_config_from_target, init_drafter
+from eagle3.draft.model import Eagle3Drafter
+from eagle3.draft.serving_config import to_serving_config
+from eagle3.draft.target_weights import (
+    TargetWeights,
+    default_capture_layers,
+    load_target_config,
+    load_target_weights,
+)
+from eagle3.features.manifest import Manifest, digest_target_config, digest_target_weights
+from eagle3.features.store import FeatureStore
+from eagle3.prompts.rendering import load_tokenizer, tokenizer_digest
+from eagle3.training.batches import usable_samples
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A store, the drafter to train on it, and what the losses need of the target; all on the CPU."""
+
+    store: FeatureStore
+    train_indices: list[int]
+    held_out_indices: list[int]
+    target: TargetWeights
+    target_config: dict[str, Any]
+    drafter: Eagle3Drafter
+
+
+def load_inputs(config: TrainConfig) -> Inputs:
+    """Opens the store and makes the untrained drafter.
+
+    Raises:
+        UserError: store, target and config do not belong together, or nothing is left to train or to validate on.
+    """
+    store = FeatureStore(Path(config.data.path))
+    target_path = Path(config.target.path)
+    target_config = load_target_config(target_path)
+    capture_layers = config.target.capture_layers or default_capture_layers(target_config["num_hidden_layers"])
+    check_store(store, config.target, capture_layers)
+    train_indices, held_out_indices = split_samples(store, config.data)
+
+    target = load_target_weights(target_path)
+    drafter = Eagle3Drafter(drafter_config_from_target(target_config, config.draft, capture_layers))
+    draft_vocab = build_draft_vocab(
+        store.token_counts(train_indices), config.draft.draft_vocab_size, end_token_ids(target_path, target_config)
+    )
+    init_drafter(drafter, target, draft_vocab, seed=config.run.seed, init_from_target=config.draft.init_from_target)
+    to_serving_config(drafter.config, target_config, torch.bfloat16)  # refuses now what could not be exported later
+    return Inputs(store, train_indices, held_out_indices, target, target_config, drafter)
+
+
+def check_store(store: FeatureStore, target: TargetConfig, capture_layers: list[int]) -> None:
+    """Compares what the store says of its target with the target at hand.
+
+    Raises:
+        UserError: they differ; every difference is named with both values.
+    """
+    path = Path(target.path)
+    here = {
+        "capture_layers": tuple(capture_layers),
+        "target_config_digest": digest_target_config(path),
+        "target_revision": digest_target_weights(path),
+        "tokenizer_digest": tokenizer_digest(load_tokenizer(target.path, target.trust_remote_code)),
+    }
+    stored = _fields(store.manifest)
+    problems = [
+        f"  {name} must be {stored[name]!r}, as captured from {store.manifest.target_path}, got {value!r}"
+        for name, value in here.items()
+        if stored[name] != value
+    ]
+    if problems:
+        raise UserError(
+            f"the target must be the one whose features are in {store.path}, got another ({path}):\n"
+            + "\n".join(problems)
+            + "\nchange target.path or target.capture_layers, or capture a new store"
+        )
+
+
+def split_samples(store: FeatureStore, data: DataConfig) -> tuple[list[int], list[int]]:
+    """Returns the indices to train on and to validate on; the samples left out are counted in the log.
+
+    Raises:
+        UserError: one of the two is empty.
+    """
+    names = ("training", "held-out")
+    usable = {
+        name: usable_samples(store, indices, data.max_tokens)
+        for name, indices in zip(names, store.split(data.held_out_share), strict=True)
+    }
+    for name, samples in usable.items():
+        logger.info(
+            "%s samples: %d; left out: %d longer than data.max_tokens=%d, %d without two supervised tokens in a row",
+            name, len(samples.indices), samples.num_too_long, data.max_tokens, samples.num_uncounted,
+        )  # fmt: skip
+        if not samples.indices:
+            raise UserError(
+                f"the store must leave {name} samples, got none of its {len(store)} with "
+                f"data.held_out_share={data.held_out_share} and data.max_tokens={data.max_tokens} ({store.path}); "
+                f"change these, or capture more samples"
+            )
+    return usable["training"].indices, usable["held-out"].indices
+
+
+def end_token_ids(target_path: Path, target_config: dict[str, Any]) -> list[int]:
+    """Returns the tokens that end an answer, by the target's generation config and its config."""
+    found: set[int] = set()
+    generation_path = target_path / "generation_config.json"
+    generation = json.loads(generation_path.read_text(encoding="utf-8")) if generation_path.exists() else {}
+    for values in (generation, target_config):
+        ids = values.get("eos_token_id")
+        found |= set(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    return sorted(found)
+
+
+def _fields(manifest: Manifest) -> dict[str, Any]:
+    return {each.name: getattr(manifest, each.name) for each in dataclasses.fields(manifest)}

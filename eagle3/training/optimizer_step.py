@@ -1,0 +1,129 @@
+"""One optimizer step over micro-batches and ranks.
+
+The loss is a sum over counted rows divided by a count over the whole step, so the result does not depend on how the
+samples were split: one large batch, four micro-steps and two ranks take the same step.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eagle3.config import ObjectiveConfig, OptimizerConfig
+from eagle3.draft.ttt import PackedSequences
+from eagle3.training.batches import StepBatch
+from eagle3.training.distributed import reduce_sum
+from eagle3.training.engine import Engine
+
+
+@dataclass(frozen=True)
+class MetricSums:
+    """Sums over counted rows, each draft step apart, over all ranks; divided when they are printed."""
+
+    cross_entropy: Tensor  # (K,) fp64
+    num_counted: Tensor  # (K,) fp64
+    num_top1: Tensor  # (K,) fp64
+    acceptance: Tensor  # (K,) fp64
+
+    def __add__(self, other: "MetricSums") -> "MetricSums":
+        return MetricSums(
+            self.cross_entropy + other.cross_entropy,
+            self.num_counted + other.num_counted,
+            self.num_top1 + other.num_top1,
+            self.acceptance + other.acceptance,
+        )
+
+    def loss(self, objective: ObjectiveConfig) -> float:
+        """Returns the objective of all these rows together."""
+        return float((loss_weights(objective, self.num_counted) * self.cross_entropy).sum())
+
+    def per_position(self) -> dict[str, list[float]]:
+        """Returns top-1 agreement and acceptance (1 - TV) at each draft step, averaged over its counted rows."""
+        counts = self.num_counted.clamp(min=1)
+        return {"top1": (self.num_top1 / counts).tolist(), "acceptance": (self.acceptance / counts).tolist()}
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did."""
+
+    sums: MetricSums
+    grad_norm: float  # before clipping
+    stop_requested: bool  # by any rank
+
+
+def loss_weights(objective: ObjectiveConfig, num_counted: Tensor) -> Tensor:  # (K,) -> (K,)
+    """Returns what each draft step's summed cross-entropy is multiplied by: decay ** k / N0, or / its own count."""
+    decay = objective.ttt_decay ** torch.arange(objective.ttt_steps, dtype=torch.float64, device=num_counted.device)
+    if objective.count == "step0":
+        return decay / num_counted[0]
+    return torch.where(num_counted > 0, decay / num_counted.clamp(min=1), 0)
+
+
+def learning_rate_at(step: int, num_steps: int, config: OptimizerConfig) -> float:
+    """Returns the rate of optimizer step 1..num_steps: linear warm-up, then a cosine down to the minimum."""
+    num_warmup = round(num_steps * config.warmup_ratio)
+    if step <= num_warmup:
+        return config.learning_rate * step / num_warmup
+    progress = (step - num_warmup) / max(1, num_steps - num_warmup)
+    ratio = config.min_learning_rate_ratio
+    return config.learning_rate * (ratio + (1 - ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def take_step(engine: Engine, batch: StepBatch, *, learning_rate: float, stop_requested: bool = False) -> StepResult:
+    """Forward and backward over this rank's micro-batches, then one update.
+
+    Raises:
+        FloatingPointError: loss or gradient is not finite; the weights are as they were before the step.
+    """
+    objective, device, size = engine.module.objective, engine.world.device, engine.world.size
+    num_counted = reduce_sum(count_rows(batch.packs, objective.ttt_steps).to(device))  # (K,)
+    assert num_counted[0] > 0, f"a step must have counted rows, got none in {batch.sample_ids}"
+    # Both wrappers average gradients over the ranks; the factor makes that a sum.
+    step_weights = loss_weights(objective, num_counted) * size
+
+    losses = torch.zeros(len(batch.packs), size, dtype=torch.float64, device=device)  # of every pack of every rank
+    sums = torch.zeros(4, objective.ttt_steps, dtype=torch.float64, device=device)
+    for index, packed in enumerate(batch.packs):
+        with engine.accumulating(is_last=index == len(batch.packs) - 1):
+            result = engine.model(packed.to(device), step_weights)
+            engine.backward(result.loss)
+        losses[index, engine.world.rank] = result.loss.detach()
+        sums += torch.stack([result.cross_entropy, result.num_counted, result.num_top1, result.acceptance])
+
+    # One collective and one wait for the device: sums, losses and whether somebody was asked to stop.
+    flag = torch.tensor([float(stop_requested)], dtype=torch.float64, device=device)
+    total = reduce_sum(torch.cat([sums.flatten(), losses.flatten(), flag])).cpu()
+    check_losses(total[sums.numel() : -1].tolist(), batch.sample_ids)
+    grad_norm = engine.update(learning_rate)
+    if not math.isfinite(grad_norm):
+        raise FloatingPointError(
+            f"the gradient must be finite, got a norm of {grad_norm} though every loss is; no update was made "
+            f"(samples {', '.join(repr(name) for members in batch.sample_ids for name in members)})"
+        )
+    return StepResult(MetricSums(*total[: sums.numel()].view_as(sums)), grad_norm, bool(total[-1] > 0))
+
+
+def count_rows(packs: Sequence[PackedSequences], ttt_steps: int) -> Tensor:  # (K,) fp64
+    """Returns how many rows the packs count at each draft step."""
+    counts = torch.zeros(ttt_steps, dtype=torch.float64)
+    for packed in packs:
+        counts += torch.tensor([rows.numel() for rows in packed.counted(ttt_steps)], dtype=torch.float64)
+    return counts
+
+
+def check_losses(losses: list[float], sample_ids: list[list[str]]) -> None:
+    """Names the samples of every pack whose loss is not finite.
+
+    Raises:
+        FloatingPointError: there are some.
+    """
+    bad = [index for index, loss in enumerate(losses) if not math.isfinite(loss)]
+    if bad:
+        names = ", ".join(repr(name) for index in bad for name in sample_ids[index])
+        raise FloatingPointError(
+            f"the loss must be finite, got {losses[bad[0]]} in {len(bad)} of {len(losses)} micro-batches; "
+            f"no update was made (samples {names}); look at their features with `python -m eagle3 features`"
+        )

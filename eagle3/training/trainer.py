@@ -1,0 +1,226 @@
+"""Steps, validation, saves."""
+
+import contextlib
+import dataclasses
+import logging
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import torch
+
+from eagle3.config import TrainConfig, config_to_dict
+from eagle3.draft.export import export_drafter
+from eagle3.tracking import Tracker, new_run_dir, run_dir_to_resume, write_provenance
+from eagle3.training.batches import Batches
+from eagle3.training.checkpoints import (
+    TrainState,
+    check_same_run,
+    initial_state,
+    newest_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+)
+from eagle3.training.distributed import check_same, from_main, quiet_other_ranks, start
+from eagle3.training.engine import Engine, TTTModule
+from eagle3.training.inputs import Inputs, load_inputs
+from eagle3.training.model_card import model_card
+from eagle3.training.optimizer_step import learning_rate_at, take_step
+from eagle3.training.progress import StepLog, progress_bar
+from eagle3.training.validation import Validation, validate
+
+logger = logging.getLogger(__name__)
+
+DRAFTER_NAME = "drafter"  # in the run's directory: the best drafter so far, as SGLang loads it
+
+
+@dataclass(frozen=True)
+class Run:
+    """What stays the same from the first step to the last."""
+
+    config: TrainConfig
+    inputs: Inputs
+    engine: Engine
+    batches: Batches
+    dir: Path
+    num_steps: int  # optimizer steps, of the whole run
+
+
+def train(config: TrainConfig) -> Path:
+    """Trains a drafter and returns the run's directory; the best drafter is in its `drafter/`.
+
+    Raises:
+        UserError: store, target, config and launcher do not belong together.
+        FloatingPointError: loss or gradient is not finite; the last checkpoint is as good as before.
+    """
+    quiet_other_ranks()
+    inputs = load_inputs(config)
+    accelerator, world = start(config)
+    target = inputs.target.to(world.device, getattr(torch, config.target.dtype))
+    module = TTTModule(inputs.drafter, target, config.objective, bf16=config.run.mixed_precision == "bf16")
+    engine = Engine(config, accelerator, world, module)
+    logger.info("%s on %s, %s", engine.setup, world.device, config.run.mixed_precision)
+    batches = Batches(inputs.store, inputs.train_indices, config.data, world.rank, world.size)
+    num_steps = config.run.epochs * batches.steps_per_epoch
+    if config.run.max_steps is not None:
+        num_steps = min(num_steps, config.run.max_steps)
+
+    run_dir, state = begin_or_resume(config, inputs, engine)
+    run = Run(config, inputs, engine, batches, run_dir, num_steps)
+    if state.step >= num_steps:
+        logger.info("%s is complete: %d of %d steps", run_dir, state.step, num_steps)
+    else:
+        with open_tracker(run, state) as tracker, StopSignal() as stop:
+            take_steps(run, state, tracker, stop)
+    accelerator.end_training()
+    return run_dir
+
+
+def take_steps(run: Run, state: TrainState, tracker: Tracker | None, stop: "StopSignal") -> None:
+    """Trains from `state` to the last step, or until the process is asked to stop."""
+    config, settings, engine = run.config, run.config.run, run.engine
+    log = StepLog(config.objective, run.num_steps, run.batches.steps_per_epoch, tracker)
+    first_step = saved_step = state.step
+    with progress_bar(run.num_steps, state.step, shown=engine.world.is_main) as bar:
+        while True:
+            # Validation comes first, so that a checkpoint knows the tau of its step; step 0 is the untrained drafter.
+            is_last = state.step == run.num_steps
+            if state.validated_step != state.step and (is_last or state.step % settings.validate_every == 0):
+                state = validate_and_export(run, state, log)
+            is_due = is_last or state.step % settings.save_every == 0 or state.best_step == state.step
+            if is_due and state.step > saved_step:
+                save(run, state)
+                saved_step = state.step
+            if is_last:
+                return
+
+            with log.clock():
+                batch = run.batches.load(state.position)
+                learning_rate = learning_rate_at(state.step + 1, run.num_steps, config.optimizer)
+                result = take_step(engine, batch, learning_rate=learning_rate, stop_requested=stop.requested)
+            state = dataclasses.replace(state, step=state.step + 1, position=batch.next_position)
+            log.add(result, batch)
+            bar.advance(bar.task_ids[0])
+            if state.step % settings.log_every == 0 or state.step == run.num_steps or state.step == first_step + 1:
+                log.write(state.step, learning_rate)
+
+            if result.stop_requested:
+                path = save(run, state)
+                logger.info("SIGTERM: saved %s; the same command with run.resume=auto goes on from it", path)
+                return
+
+
+def validate_and_export(run: Run, state: TrainState, log: StepLog) -> TrainState:
+    """Measures the held-out tau; the best drafter so far becomes the exported one."""
+    validation = validate(
+        run.engine.module,
+        run.inputs.store,
+        run.inputs.held_out_indices,
+        batch_tokens=run.config.data.batch_tokens,
+        world=run.engine.world,
+    )
+    state = after_validation(state, validation)
+    is_best = state.best_step == state.step
+    log.write_validation(state.step, validation, is_best=is_best)
+    if is_best and run.engine.world.is_main:
+        # Before the checkpoint that calls it the best: a kill in between repeats the step, and this with it.
+        card = model_card(run.config, run.inputs.store, state, validation)
+        export_drafter(
+            run.engine.module.drafter, run.dir / DRAFTER_NAME, target_config=run.inputs.target_config, card=card
+        )
+    return state
+
+
+def after_validation(state: TrainState, validation: Validation) -> TrainState:
+    """Returns the state with a validation of its step; the untrained drafter is never the best."""
+    tau = validation.acceptance.tau
+    state = dataclasses.replace(state, validated_step=state.step)
+    if state.step == 0:
+        return dataclasses.replace(state, tau_untrained=tau)
+    if state.best_tau is None or tau > state.best_tau:
+        return dataclasses.replace(state, best_tau=tau, best_step=state.step)
+    return state
+
+
+def save(run: Run, state: TrainState) -> Path:
+    """Writes a checkpoint and removes those that are not kept."""
+    tensors = run.engine.read_state()
+    path = run.dir / f"step-{state.step:06d}"
+    if run.engine.world.is_main:
+        path = save_checkpoint(run.dir, tensors, state)
+        prune_checkpoints(run.dir, run.config.run.keep_last, state.best_step)
+    return path
+
+
+def begin_or_resume(config: TrainConfig, inputs: Inputs, engine: Engine) -> tuple[Path, TrainState]:
+    """Returns the run's directory and where it stands, with the engine brought there; the main rank decides.
+
+    Raises:
+        UserError: the run to resume has other maths or another store.
+    """
+    world = engine.world
+    state = initial_state(config, inputs.store)
+    check_same("the store's digest", state.store_digest)
+    checkpoint = None
+    if world.is_main:
+        old_dir = run_dir_to_resume(config.run)
+        checkpoint = None if old_dir is None else newest_checkpoint(old_dir)
+        if old_dir is not None and checkpoint is None:
+            logger.info("%s has no whole checkpoint to resume; starting anew", old_dir)
+    checkpoint = from_main(checkpoint)
+    if checkpoint is not None:
+        check_same_run(checkpoint, state)
+        with checkpoint.open_tensors() as tensors:
+            engine.load_state(tensors.get_tensor, checkpoint.state.step)
+        logger.info("resumed %s", checkpoint.path)
+        run_dir, state = checkpoint.path.parent, checkpoint.state
+    else:
+        run_dir = from_main(new_run_dir(Path(config.run.dir)) if world.is_main else Path(config.run.dir))
+        logger.info("new run in %s", run_dir)
+    if world.is_main:
+        write_provenance(run_dir, facts(config, inputs, engine, state))
+    return run_dir, state
+
+
+def facts(config: TrainConfig, inputs: Inputs, engine: Engine, state: TrainState) -> dict[str, Any]:
+    """Returns what run.json says of a run besides machine and code."""
+    return {
+        "from_step": state.step,
+        "config": config_to_dict(config),
+        "seeds": {"run": config.run.seed, "data": config.data.seed},
+        "setup": str(engine.setup),
+        "device": str(engine.world.device),
+        "num_parameters": sum(parameter.numel() for parameter in engine.module.parameters()),
+        "store": {
+            "digest": state.store_digest,
+            "manifest": dataclasses.asdict(inputs.store.manifest),
+            "num_train_samples": len(inputs.train_indices),
+            "num_held_out_samples": len(inputs.held_out_indices),
+        },
+    }
+
+
+def open_tracker(run: Run, state: TrainState) -> contextlib.AbstractContextManager[Tracker | None]:
+    """Opens the run's tracker on the main rank; the others get None."""
+    if not run.engine.world.is_main:
+        return contextlib.nullcontext()
+    return Tracker(run.dir, run.config.tracking, config_to_dict(run.config), step=state.step)
+
+
+class StopSignal:
+    """Notes SIGTERM instead of dying of it, for the length of a `with` block."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def __enter__(self) -> Self:
+        self._before = signal.signal(signal.SIGTERM, self._note)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        signal.signal(signal.SIGTERM, self._before)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True

@@ -1,0 +1,47 @@
+"""Held-out acceptance: the number that picks the checkpoint.
+
+Training loss keeps falling while the acceptance length peaks and drops, so both are measured on held-out samples.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from eagle3.draft.acceptance import Acceptance, AnswerRounds, answer_rounds, summarise
+from eagle3.draft.ttt import chain_matches, pack
+from eagle3.features.store import FeatureStore
+from eagle3.training.batches import deal
+from eagle3.training.distributed import World, gather, reduce_sum
+from eagle3.training.engine import TTTModule
+from eagle3.training.optimizer_step import MetricSums
+
+BOOTSTRAP_SEED = 0  # of the interval alone: the same for every validation, so that two can be compared
+
+
+@dataclass(frozen=True)
+class Validation:
+    """What a drafter does on held-out samples, over all ranks."""
+
+    acceptance: Acceptance
+    sums: MetricSums
+
+
+@torch.no_grad()
+def validate(
+    module: TTTModule, store: FeatureStore, indices: list[int], *, batch_tokens: int, world: World
+) -> Validation:
+    """Scores the samples at `indices`, dealt over the ranks; every rank gets the same result."""
+    ttt_steps = module.objective.ttt_steps
+    sums = torch.zeros(4, ttt_steps, dtype=torch.float64, device=world.device)
+    rounds: list[AnswerRounds] = []
+    packs = deal([store.entries[index].num_tokens for index in indices], batch_tokens, world.size)
+    for members in packs[world.rank :: world.size]:
+        packed = pack([store[indices[i]] for i in members]).to(world.device)
+        result = module(packed)
+        sums += torch.stack([result.cross_entropy, result.num_counted, result.num_top1, result.acceptance])
+        with module.autocast():
+            chains = chain_matches(module.drafter, module.target.embed_tokens, packed, ttt_steps)
+        rounds += answer_rounds(packed, chains)
+    # By sample, so that the resampling does not depend on how they were dealt; answers of one stay in order.
+    everywhere = sorted((each for part in gather(rounds) for each in part), key=lambda each: each.sample_id)
+    return Validation(summarise(everywhere, BOOTSTRAP_SEED), MetricSums(*reduce_sum(sums).cpu()))

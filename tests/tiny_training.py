@@ -1,0 +1,96 @@
+"""A tiny store whose answers can be learned, and settings to train on it."""
+
+import dataclasses
+from pathlib import Path
+
+import torch
+from conftest import random_sample, write_tiny_target
+
+from eagle3.config import (
+    DataConfig,
+    DraftConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    RunConfig,
+    TargetConfig,
+    TrackingConfig,
+    TrainConfig,
+)
+from eagle3.draft.target_weights import load_target_weights
+from eagle3.features.manifest import Manifest, digest_target_config, digest_target_weights
+from eagle3.features.record import FeatureSample
+from eagle3.features.store import FeatureWriter
+from eagle3.prompts.rendering import load_tokenizer, tokenizer_digest
+
+LAYERS = (2, 4, 5)
+CYCLE = 24  # distinct answer tokens
+# Prompt and answer lengths of the samples, in turns; the last has a second answer.
+MASKS = [[0] * 5 + [1] * 9, [0] * 3 + [1] * 14, [0] * 8 + [1] * 6, [0] * 4 + [1] * 5 + [0] * 3 + [1] * 8]
+
+
+def write_store(path: Path, target: Path, num_samples: int = 30) -> Path:
+    """Writes samples in which each token follows from the one before, and the target is sure of it."""
+    manifest = Manifest(
+        target_path=str(target),
+        target_config_digest=digest_target_config(target),
+        target_revision=digest_target_weights(target),
+        target_quantization=None,
+        engine="transformers",
+        engine_version="5.17.0",
+        capture_layers=LAYERS,
+        dtype="float32",
+        codec="fp32",
+        hidden_size=64,
+        vocab_size=320,
+        tokenizer_digest=tokenizer_digest(load_tokenizer(str(target), trust_remote_code=False)),
+        chat_template_digest="m0",
+        prompts_digest="p0",
+        last_rows="supervised",
+    )
+    lm_head = load_target_weights(target).lm_head
+    with FeatureWriter(path, manifest, shard_bytes=2**20) as writer:
+        for number in range(num_samples):
+            writer.write(learnable_sample(number, lm_head))
+    return path
+
+
+def learnable_sample(number: int, lm_head: torch.Tensor) -> FeatureSample:
+    """Sample `number`: a cycle of tokens, and last hidden states along the head's row (V, D) of the next token."""
+    sample = random_sample(f"s{number}", MASKS[number % len(MASKS)], seed=number)
+    num_tokens = sample.input_ids.numel()
+    input_ids = (3 + (number + 7 * torch.arange(num_tokens)) % CYCLE).int()
+    last = 5 * lm_head[input_ids[sample.last_rows.long() + 1].long()]
+    return dataclasses.replace(sample, input_ids=input_ids, last_hidden_states=last)
+
+
+def tiny_config(store: Path, target: Path, run_dir: Path) -> TrainConfig:
+    """Settings of 10 steps of 5 samples in fp32 on the CPU."""
+    return TrainConfig(
+        target=TargetConfig(path=str(target), dtype="float32", device="cpu", capture_layers=list(LAYERS)),
+        data=DataConfig(path=str(store), held_out_share=0.2, samples_per_step=5, batch_tokens=1000),
+        draft=DraftConfig(draft_vocab_size=48),
+        objective=ObjectiveConfig(ttt_steps=3),
+        optimizer=OptimizerConfig(learning_rate=1e-2, weight_decay=0.01),
+        run=RunConfig(
+            dir=str(run_dir), epochs=10, max_steps=10, save_every=5, validate_every=5, log_every=1,
+            mixed_precision="no",
+        ),
+        tracking=TrackingConfig(wandb="disabled"),
+    )  # fmt: skip
+
+
+def write_target_and_store(directory: Path) -> tuple[Path, Path]:
+    """Writes both; returns their paths."""
+    target = write_tiny_target(directory / "target")
+    return target, write_store(directory / "store", target)
+
+
+def overrides(config: TrainConfig) -> list[str]:
+    """Returns the settings as they are given on a command line."""
+    lines = []
+    for section in dataclasses.fields(config):
+        values = getattr(config, section.name)
+        for each in dataclasses.fields(values):
+            value = getattr(values, each.name)
+            lines.append(f"{section.name}.{each.name}={'null' if value is None else value}")
+    return lines

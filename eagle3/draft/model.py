@@ -30,7 +30,7 @@ class DrafterConfig:
     head_dim: int  # d; never derived from D
     vocab_size: int  # V
     draft_vocab_size: int  # W
-    capture_layers: tuple[int, ...]  # boundaries, see DESIGN 4.1
+    capture_layers: tuple[int, ...]  # boundaries: k is the residual stream that enters target layer k
     rms_norm_eps: float
     max_position_embeddings: int  # tokens
     rope_parameters: dict[str, Any]  # transformers 5: rope_type, rope_theta, and what the type needs

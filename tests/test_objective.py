@@ -1,0 +1,298 @@
+"""Losses and counts against a loop over rows and steps that shares no code with them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from draft_oracle import CachedDrafter, tiny_drafter
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from eagle3.draft.model import Eagle3Drafter
+from eagle3.draft.objective import TTTSums, _HeadLoss, _targets, ttt_sums
+from eagle3.draft.target_weights import TargetWeights, log_normaliser
+from eagle3.draft.ttt import PackedSequences, pack, unroll
+from eagle3.features.record import FeatureSample
+
+# A prompt and an answer; two turns, the last one to the very end; nothing supervised; too short to count.
+MASKS = [[0, 0, 1, 1, 1, 1, 0], [0, 1, 1, 0, 0, 1, 1, 1, 1, 1], [0, 0, 0], [0, 1]]
+STEPS = 4
+DECAY = 0.7
+
+
+@pytest.fixture(scope="module")
+def samples(make_sample: Callable[..., FeatureSample]) -> list[FeatureSample]:
+    return [make_sample(f"s{i}", mask, seed=i, hidden_size=16, vocab_size=40) for i, mask in enumerate(MASKS)]
+
+
+@pytest.fixture(scope="module")
+def target() -> TargetWeights:
+    generator = torch.Generator().manual_seed(9)
+    return TargetWeights(
+        embed_tokens=torch.randn(40, 16, generator=generator),
+        lm_head=torch.randn(40, 16, generator=generator),
+        norm=torch.ones(16),
+        rms_norm_eps=1e-5,
+    )
+
+
+def sums_of(
+    drafter: Eagle3Drafter, target: TargetWeights, packed: PackedSequences, renormalise: bool = True, **changes: Any
+) -> TTTSums:
+    settings: dict[str, Any] = {"ttt_steps": STEPS, "ttt_decay": DECAY, "renormalise": renormalise}
+    return ttt_sums(drafter, target, packed, **(settings | changes))
+
+
+def gradients(drafter: Eagle3Drafter, loss: Tensor) -> dict[str, Tensor]:
+    names = [name for name, _ in drafter.named_parameters()]
+    return dict(zip(names, torch.autograd.grad(loss, list(drafter.parameters())), strict=True))
+
+
+@dataclass
+class LoopSums:
+    """What the loop adds up, per step."""
+
+    cross_entropy: list[Tensor]
+    num_counted: list[int]
+    num_top1: list[int]
+    acceptance: list[float]
+
+
+def loop_sums(
+    drafter: Eagle3Drafter, target: TargetWeights, samples: list[FeatureSample], renormalise: bool
+) -> LoopSums:
+    """Row by row, step by step, token by token, one document at a time."""
+    sums = LoopSums([torch.zeros(()) for _ in range(STEPS)], [0] * STEPS, [0] * STEPS, [0.0] * STEPS)
+    oracle = CachedDrafter(drafter, target.embed_tokens)
+    target_ids = [int(offset) + i for i, offset in enumerate(drafter.d2t)]
+    for sample in samples:
+        mask = sample.loss_mask.tolist()
+        for row in range(len(mask)):
+            length = 0
+            while row + 2 + length < len(mask) and all(mask[row + 1 : row + 3 + length]) and length < STEPS:
+                length += 1
+            if length == 0:
+                continue
+            chain = oracle.chain(sample.input_ids, sample.aux_hidden_states, row, length)
+            for step, drafted in enumerate(chain):
+                [last] = sample.last_at(torch.tensor([row + 1 + step]))
+                served = torch.softmax(target.lm_head @ last, dim=0)[target_ids]  # (W,) of the softmax over V
+                wanted = served / served.sum() if renormalise else served
+                log_drafted = torch.log_softmax(drafted.logits, dim=0)
+                sums.cross_entropy[step] = sums.cross_entropy[step] - (wanted * log_drafted).sum()
+                sums.num_counted[step] += 1
+                recorded = int(sample.input_ids[row + 2 + step])
+                sums.num_top1[step] += target_ids[int(drafted.logits.argmax())] == recorded
+                sums.acceptance[step] += float(torch.minimum(served, log_drafted.detach().exp()).sum())
+    return sums
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize("switches", [{}, {"fc_norm": True, "norm_output": True}])
+def test_values_and_gradients_are_those_of_the_loop(
+    switches: dict[str, Any], renormalise: bool, samples: list[FeatureSample], target: TargetWeights
+) -> None:
+    drafter = tiny_drafter(**switches)
+    ours = sums_of(drafter, target, pack(samples), renormalise)
+    loop = loop_sums(drafter, target, samples, renormalise)
+    torch.testing.assert_close(ours.cross_entropy.tolist(), [float(s) for s in loop.cross_entropy], rtol=1e-5, atol=0)
+    torch.testing.assert_close(ours.acceptance.tolist(), loop.acceptance, rtol=1e-5, atol=0)
+    assert ours.num_counted.tolist() == loop.num_counted == [8, 5, 3, 1]
+    assert ours.num_top1.tolist() == loop.num_top1
+    loop_loss = torch.stack([DECAY**step * total for step, total in enumerate(loop.cross_entropy)]).sum()
+    torch.testing.assert_close(ours.loss.float(), loop_loss, rtol=1e-5, atol=0)
+    expected = gradients(drafter, loop_loss)
+    for name, gradient in gradients(drafter, ours.loss).items():
+        scale = float(expected[name].abs().max())
+        assert scale > 0, name
+        # fp32 in another summation order: each element to 1e-5 of the tensor's largest
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-5 * scale, msg=name)
+
+
+def test_top1_counts_the_recorded_token(samples: list[FeatureSample], target: TargetWeights) -> None:
+    """Each draft token in turn made the first choice everywhere: the counts add up to the drafted tokens recorded."""
+    packed = pack(samples)
+    total = torch.zeros(STEPS, dtype=torch.float64)
+    drafter = tiny_drafter()
+    with torch.no_grad():
+        drafter.midlayer.mlp.down_proj.weight.zero_()
+        drafter.midlayer.self_attn.o_proj.weight.zero_()
+        drafter.norm.weight.zero_()  # all logits equal: the first token is chosen
+    for first in drafter.target_ids.tolist():
+        drafter.d2t[0] = first
+        total += sums_of(drafter, target, packed).num_top1
+    drafted = set(drafter.target_ids.tolist()[1:]) | {int(tiny_drafter().d2t[0])}
+    recorded = [packed.input_ids[rows + 2 + step] for step, rows in enumerate(packed.counted(STEPS))]
+    assert total.tolist() == [sum(int(token) in drafted for token in tokens) for tokens in recorded]
+    assert total.sum() > 0
+
+
+def test_each_row_is_scored_against_the_target_of_its_token(target: TargetWeights) -> None:
+    """Last states that are their token's number; only supervised ones are kept."""
+    packed = PackedSequences(
+        input_ids=torch.tensor([10, 11, 12, 13, 20, 21, 22, 23, 24, 25]),
+        positions=torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 4, 5]),
+        loss_mask=torch.tensor([0, 1, 1, 1, 0, 0, 1, 1, 1, 1], dtype=torch.bool),
+        document_lengths=(4, 6),
+        aux_hidden_states=torch.zeros(10, 48),
+        target_rows=torch.tensor([0, 1, 2, 5, 6, 7, 8]),
+        last_hidden_states=torch.tensor([10.0, 11, 12, 21, 22, 23, 24])[:, None].expand(7, 16),
+        target_logz=torch.zeros(7),
+        sample_ids=("a", "b"),
+    )
+    drafter = tiny_drafter()
+    steps = list(unroll(drafter, target.embed_tokens, packed, 3))
+    targets = _targets(drafter, target, packed, steps, renormalise=True)
+    assert [targets.last[index][:, 0].int().tolist() for index in targets.indices] == [
+        [11, 12, 22, 23, 24],  # rows at tokens 10, 11, 21, 22, 23
+        [12, 23, 24],  # rows at tokens 10, 21, 22
+        [24],  # the row at token 21
+    ]
+    assert [tokens.tolist() for tokens in targets.recorded] == [[12, 13, 23, 24, 25], [13, 24, 25], [25]]
+
+
+def test_loss_does_not_depend_on_packing(samples: list[FeatureSample], target: TargetWeights) -> None:
+    drafter = tiny_drafter()
+    together = sums_of(drafter, target, pack(samples))
+    apart = [sums_of(drafter, target, pack([sample])) for sample in reversed(samples)]
+    for name in ("loss", "cross_entropy", "num_counted", "num_top1", "acceptance"):
+        total = torch.stack([getattr(sums, name) for sums in apart]).sum(0)
+        torch.testing.assert_close(getattr(together, name), total, rtol=1e-6, atol=1e-6)  # fp32 kernels
+    expected = gradients(drafter, together.loss)
+    for name, gradient in gradients(drafter, torch.stack([sums.loss for sums in apart]).sum()).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-5, msg=name)
+
+
+def test_loss_ignores_what_no_counted_row_reads(samples: list[FeatureSample], target: TargetWeights) -> None:
+    """Features after the last counted row, other documents' tokens, the prompt's last states."""
+    drafter = tiny_drafter()
+    packed = pack(samples[:2])
+    changed_aux = packed.aux_hidden_states.clone()
+    changed_aux[[4, 5, 6, 15, 16]] = 1e3  # documents end at 7 and 17; their last counted rows are 3 and 14
+    changed = replace(packed, aux_hidden_states=changed_aux)
+    assert torch.equal(sums_of(drafter, target, packed).loss, sums_of(drafter, target, changed).loss)
+
+
+@pytest.mark.parametrize("masks", [[], [[0, 0, 0]], [[0, 1], [0, 0]]])
+def test_a_pack_without_work_still_reaches_every_parameter(
+    masks: list[list[int]], make_sample: Callable[..., FeatureSample], target: TargetWeights
+) -> None:
+    drafter = tiny_drafter(fc_norm=True)
+    packed = pack([make_sample(f"s{i}", mask, hidden_size=16, vocab_size=40) for i, mask in enumerate(masks)])
+    sums = sums_of(drafter, target, packed)
+    assert sums.loss == 0
+    for name in ("cross_entropy", "num_counted", "num_top1", "acceptance"):
+        assert getattr(sums, name).tolist() == [0.0] * STEPS
+    for name, gradient in gradients(drafter, sums.loss).items():
+        assert gradient.count_nonzero() == 0, name
+
+
+def test_only_the_loss_carries_a_gradient(samples: list[FeatureSample], target: TargetWeights) -> None:
+    sums = sums_of(tiny_drafter(), target, pack(samples))
+    assert sums.loss.requires_grad
+    assert not any(
+        tensor.requires_grad for tensor in (sums.cross_entropy, sums.num_counted, sums.num_top1, sums.acceptance)
+    )
+    with torch.no_grad():
+        assert torch.equal(sums_of(tiny_drafter(), target, pack(samples)).loss, sums.loss)
+
+
+def test_step_weights_replace_the_decay(samples: list[FeatureSample], target: TargetWeights) -> None:
+    drafter = tiny_drafter()
+    weights = torch.tensor([0.5, 0.0, 2.0, 1.0])
+    sums = sums_of(drafter, target, pack(samples), step_weights=weights)
+    torch.testing.assert_close(sums.loss, (weights * sums.cross_entropy).sum())
+    by_decay = sums_of(drafter, target, pack(samples), step_weights=DECAY ** torch.arange(4.0))
+    expected = gradients(drafter, sums_of(drafter, target, pack(samples)).loss)
+    for name, gradient in gradients(drafter, by_decay.loss).items():
+        torch.testing.assert_close(gradient, expected[name], msg=name)
+
+
+def test_a_stored_normaliser_is_used(samples: list[FeatureSample], target: TargetWeights) -> None:
+    drafter, packed = tiny_drafter(), pack(samples)
+    computed = sums_of(drafter, target, packed, renormalise=False)
+    logz = log_normaliser(target, packed.last_hidden_states)
+    stored = sums_of(drafter, target, replace(packed, target_logz=logz), renormalise=False)
+    assert torch.equal(stored.loss, computed.loss)
+    halved = sums_of(drafter, target, replace(packed, target_logz=logz + torch.tensor(2.0).log()), renormalise=False)
+    torch.testing.assert_close(halved.loss, computed.loss / 2, rtol=1e-5, atol=0)  # fp32 inside
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_head_gradient_is_that_of_finite_differences(
+    renormalise: bool, samples: list[FeatureSample], target: TargetWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eagle3.draft.objective.CHUNK_ELEMENTS", {"cpu": 3 * STEPS * 12})  # 3 target rows at a time
+    drafter, packed = tiny_drafter(dtype=torch.float64), pack(samples)
+    steps = list(unroll(drafter, target.embed_tokens, packed, STEPS))
+    targets = _targets(drafter, target, packed, steps, renormalise)
+    weights = DECAY ** torch.arange(STEPS, dtype=torch.float64)
+    normed = [step.hidden.detach().requires_grad_() for step in steps]
+
+    def loss(head: Tensor, *hidden: Tensor) -> Tensor:
+        return _HeadLoss.apply(head, targets, weights, True, *hidden)[0]
+
+    assert torch.autograd.gradcheck(loss, (drafter.lm_head.weight, *normed))
+
+
+def test_chunks_do_not_change_the_sums(
+    samples: list[FeatureSample], target: TargetWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter, packed = tiny_drafter(), pack(samples)
+    whole = sums_of(drafter, target, packed)
+    expected = gradients(drafter, whole.loss)
+    monkeypatch.setattr("eagle3.draft.objective.CHUNK_ELEMENTS", {"cpu": 1})  # one target row at a time
+    chunked = sums_of(drafter, target, packed)
+    torch.testing.assert_close(chunked.loss, whole.loss)
+    assert torch.equal(chunked.num_top1, whole.num_top1)
+    torch.testing.assert_close(chunked.acceptance, whole.acceptance)
+    for name, gradient in gradients(drafter, chunked.loss).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("cast", ["autocast", "weights"])
+def test_bf16_is_near_fp32(cast: str, samples: list[FeatureSample], target: TargetWeights) -> None:
+    """Autocast over fp32 parameters, and bf16 parameters as DeepSpeed has them."""
+    packed = pack(samples)
+    exact = sums_of(tiny_drafter(), target, packed)
+    drafter = tiny_drafter(dtype=torch.bfloat16 if cast == "weights" else torch.float32)
+    with torch.autocast("cpu", torch.bfloat16, enabled=cast == "autocast"):
+        rough = sums_of(drafter, target, packed)
+    torch.testing.assert_close(rough.loss, exact.loss, rtol=0.03, atol=0)  # some dozen roundings to 8 bits
+    torch.testing.assert_close(rough.acceptance, exact.acceptance, rtol=0.05, atol=0)
+    expected = gradients(tiny := tiny_drafter(), sums_of(tiny, target, packed).loss)
+    for name, gradient in gradients(drafter, rough.loss).items():
+        assert gradient.dtype == dict(drafter.named_parameters())[name].dtype
+        angle = torch.cosine_similarity(gradient.float().flatten(), expected[name].flatten(), dim=0)
+        assert angle > 0.99, (name, float(angle))
+
+
+def test_no_tensor_of_tokens_by_vocabulary(
+    make_sample: Callable[..., FeatureSample], target: TargetWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither (S, V), nor (S, W), nor (T, T), whatever the number of tokens."""
+    monkeypatch.setattr("eagle3.draft.objective.CHUNK_ELEMENTS", {"cpu": 1024})
+    num_tokens = 1200
+    sample = make_sample("long", [0] + [1] * (num_tokens - 1), hidden_size=16, vocab_size=40)
+    sample = replace(sample, target_logz=torch.full((num_tokens - 1,), 5.0))
+    drafter = tiny_drafter(draft_vocab_size=40, head_dim=4, intermediate_size=8)
+    with _LargestRows(40) as seen:
+        sums_of(drafter, target, pack([sample])).loss.backward()
+    assert 0 < seen.rows <= 40, seen.rows  # the (W, D) and (V, D) tables have 40 rows themselves
+
+
+class _LargestRows(TorchDispatchMode):
+    """Notes the most rows of any tensor whose last dimension is the vocabulary."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.vocab_size, self.rows = vocab_size, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] == self.vocab_size:
+                self.rows = max(self.rows, value.shape[0])
+        return result

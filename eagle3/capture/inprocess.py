@@ -1,0 +1,174 @@
+"""Embedded default: the target in this process, through transformers.
+
+States are taken from the inputs of the decoder layers, so `capture_layers` are boundaries as they stand: k is the
+residual stream that enters layer k.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers.masking_utils import sdpa_mask
+
+from eagle3.capture.generation import BatchDecoder, Generation, grouped_attention
+from eagle3.config import RegenerateConfig, TargetConfig, UserError
+
+ATTENTION_NAME = "eagle3_grouped"
+LOGITS_PER_CHUNK = 2**24  # 64 MiB in fp32: little beside a target's head
+DECODABLE_LAYERS = {"full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The states of one sequence, on the CPU, in the target's dtype."""
+
+    aux_hidden_states: Tensor  # (T, A*D) entering each captured layer, side by side
+    last_hidden_states: Tensor  # (T, D) after the final norm
+
+
+class TransformersEngine:
+    """Runs the target on one device: captures states, generates answers."""
+
+    def __init__(self, target: TargetConfig, capture_layers: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> None:
+        """Loads the target.
+
+        Raises:
+            UserError: transformers cannot load it.
+        """
+        device = target.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                target.path,
+                dtype=getattr(torch, target.dtype),
+                trust_remote_code=target.trust_remote_code,
+                local_files_only=True,
+            )
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"target.path must be a model that transformers loads, got {target.path!r} ({error}); "
+                f"complete the directory, or use an engine that knows the model"
+            ) from error
+        if model.config._attn_implementation == "sdpa":
+            AttentionInterface.register(ATTENTION_NAME, grouped_attention)
+            AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+            model.set_attn_implementation(ATTENTION_NAME)
+        self.model = model.to(device).eval()
+        self.capture_layers = list(capture_layers)
+        self.end_ids = end_ids(model.generation_config.eos_token_id, tokenizer.eos_token_id)
+        self._path = Path(target.path)
+        self._text_config: Any = model.config.get_text_config()
+        self._body: Any = model.get_decoder()
+        self._head: Any = model.get_output_embeddings()
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the longest sequence that the target was made for."""
+        return int(self._text_config.max_position_embeddings)
+
+    @torch.inference_mode()
+    def capture(self, sequences: Sequence[Sequence[int]]) -> list[Captured]:
+        """Runs sequences as one batch and returns their states.
+
+        Raises:
+            UserError: a sequence is longer than the target's positions reach.
+        """
+        lengths = [len(sequence) for sequence in sequences]
+        self._check_length(max(lengths))
+        input_ids = torch.zeros(len(sequences), max(lengths), dtype=torch.int64)  # (B, T)
+        for row, sequence in zip(input_ids, sequences, strict=True):
+            row[: len(sequence)] = torch.tensor(sequence)
+        device, hidden_size = self.model.device, self._text_config.hidden_size
+        num_aux = len(self.capture_layers)
+        aux = torch.empty(*input_ids.shape, num_aux, hidden_size, dtype=self.model.dtype, device=device)  # (B, T, A, D)
+        handles = [
+            self._body.layers[layer].register_forward_pre_hook(_copy_input_to(aux[:, :, i]), with_kwargs=True)
+            for i, layer in enumerate(self.capture_layers)
+        ]
+        try:
+            # No mask: padding stands to the right, where causal attention does not look.
+            last = self._body(input_ids=input_ids.to(device), use_cache=False).last_hidden_state  # (B, T, D)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return [Captured(aux[i, :length].flatten(1).cpu(), last[i, :length].cpu()) for i, length in enumerate(lengths)]
+
+    @torch.inference_mode()
+    def log_normaliser(self, last_hidden_states: Tensor) -> Tensor:  # (R, D) -> (R,) fp32
+        """Returns the log-sum-exp over V of the target's logits, a few rows at a time."""
+        num_rows = max(1, LOGITS_PER_CHUNK // self._head.weight.shape[0])
+        chunks = [
+            self._head(rows.to(self.model.device)).float().logsumexp(dim=-1).cpu()
+            for rows in last_hidden_states.split(num_rows)
+        ]
+        return torch.cat(chunks)
+
+    @torch.inference_mode()
+    def forward(self, input_ids: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
+        """Returns logits (T, V) and transformers' own `hidden_states`, L+1 of (T, D), of one sequence: for gates."""
+        output = self.model(
+            torch.tensor(input_ids, device=self.model.device)[None], use_cache=False, output_hidden_states=True
+        )
+        return output.logits[0].cpu(), [states[0].cpu() for states in output.hidden_states]
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        settings: RegenerateConfig,
+        *,
+        max_tokens: int | None = None,
+        on_tokens: Callable[[int], None] = lambda num_tokens: None,
+    ) -> list[Generation]:
+        """Answers each prompt; prompt and answer together have at most `max_tokens` (and the target's limit).
+
+        Raises:
+            UserError: a prompt leaves no room for an answer, or the target cannot be decoded here.
+        """
+        limit = min(self.max_tokens, max_tokens or self.max_tokens)
+        longest = max((len(prompt) for prompt in prompts), default=0)
+        self._check_length(longest + 1)
+        assert longest < limit, f"prompts must have fewer than max_tokens={limit} tokens, got {longest}"
+        self._check_decodable(min(limit, longest + settings.max_new_tokens))
+        room = [min(settings.max_new_tokens, limit - len(prompt)) for prompt in prompts]
+        return BatchDecoder(self._body, self._head, self.end_ids, settings).run(prompts, room, on_tokens)
+
+    def _check_length(self, num_tokens: int) -> None:
+        if num_tokens > self.max_tokens:
+            raise UserError(
+                f"sequences must have at most the target's max_position_embeddings={self.max_tokens} tokens, "
+                f"got {num_tokens} ({self._path}); lower prompts.max_tokens"
+            )
+
+    def _check_decodable(self, num_tokens: int) -> None:
+        """Refuses layers that do not keep one key per token, and windows that `num_tokens` outgrow."""
+        layer_types = set(getattr(self._text_config, "layer_types", None) or {"full_attention"})
+        window = getattr(self._text_config, "sliding_window", None)
+        advice = "set regenerate.enabled=false to keep the answers of the prompts file, or use an engine that can"
+        if layer_types - DECODABLE_LAYERS:
+            raise UserError(
+                f"layers of the target must be of the types {sorted(DECODABLE_LAYERS)} to generate in this process, "
+                f"got {sorted(layer_types - DECODABLE_LAYERS)} ({self._path}); {advice}"
+            )
+        if "sliding_attention" in layer_types and window is not None and num_tokens > window:
+            raise UserError(
+                f"prompt and answer must fit the target's attention window of {window} tokens to generate in this "
+                f"process, got {num_tokens} ({self._path}); {advice}"
+            )
+
+
+def end_ids(*eos_token_ids: int | list[int] | None) -> frozenset[int]:
+    """Returns the tokens that end an answer, of settings that are one id, a list or nothing."""
+    ids = [[each] if isinstance(each, int) else each or [] for each in eos_token_ids]
+    return frozenset(token for group in ids for token in group)
+
+
+def _copy_input_to(target: Tensor) -> Callable[..., None]:  # (B, T, D)
+    def copy(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        target.copy_(args[0] if args else kwargs["hidden_states"])
+
+    return copy

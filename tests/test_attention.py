@@ -40,7 +40,8 @@ def dense_chain_attention(
     keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)  # (T, n_q, d)
     own_keys, own_values = own_keys.repeat_interleave(group, 2), own_values.repeat_interleave(group, 2)
     document = torch.tensor([i for i, length in enumerate(document_lengths) for _ in range(length)])  # (T,)
-    visible = (document[rows][:, None] == document) & (torch.arange(num_tokens) <= rows[:, None])  # (R, T)
+    tokens_up_to = torch.arange(num_tokens) <= rows.cpu()[:, None]
+    visible = ((document[rows.cpu()][:, None] == document) & tokens_up_to).to(rows.device)  # (R, T)
     scores = torch.einsum("rhd,thd->rht", query, keys).masked_fill(~visible[:, None], float("-inf"))
     own_scores = torch.einsum("rhd,rchd->rhc", query, own_keys)
     probs = (torch.cat([scores, own_scores], dim=-1) / query.shape[-1] ** 0.5).softmax(-1)  # (R, n_q, T + C)
@@ -106,6 +107,23 @@ def test_bf16_keeps_its_dtype_and_is_near() -> None:
     )  # bf16: 8 bits
     output.sum().backward()
     assert [tensor.grad.dtype for tensor in inputs[:5]] == [torch.bfloat16] * 5
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
+@pytest.mark.parametrize("chain", [0, 3])
+def test_gpu_kernels_equal_the_dense_mask(chain: int, dtype: torch.dtype, tolerance: float) -> None:
+    cpu = random_inputs(ROWS, LENGTHS, chain=chain, dtype=dtype, dim=64)
+    inputs = [tensor.detach().cuda().requires_grad_() for tensor in cpu[:5]]
+    wide = [tensor.detach().float().requires_grad_() for tensor in inputs]
+    where: tuple[Any, ...] = (cpu[5].cuda(), LENGTHS)
+    fast = chain_attention(*inputs, *where)
+    dense = dense_chain_attention(*wide, *where)
+    torch.testing.assert_close(fast.float(), dense, rtol=tolerance, atol=tolerance)  # other order; bf16: 8 bits
+    grad = torch.randn_like(fast)
+    ours, exact = torch.autograd.grad(fast, inputs, grad), torch.autograd.grad(dense, wide, grad.float())
+    for got, expected in zip(ours, exact, strict=True):
+        torch.testing.assert_close(got.float(), expected, rtol=tolerance, atol=tolerance)
 
 
 def test_memory_is_linear_in_tokens() -> None:

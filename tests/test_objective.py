@@ -97,7 +97,7 @@ def test_values_and_gradients_are_those_of_the_loop(
     drafter = tiny_drafter(**switches)
     ours = sums_of(drafter, target, pack(samples), renormalise)
     loop = loop_sums(drafter, target, samples, renormalise)
-    torch.testing.assert_close(ours.cross_entropy.tolist(), [float(s) for s in loop.cross_entropy], rtol=1e-5, atol=0)
+    torch.testing.assert_close(ours.cross_entropy.tolist(), [s.item() for s in loop.cross_entropy], rtol=1e-5, atol=0)
     torch.testing.assert_close(ours.acceptance.tolist(), loop.acceptance, rtol=1e-5, atol=0)
     assert ours.num_counted.tolist() == loop.num_counted == [8, 5, 3, 1]
     assert ours.num_top1.tolist() == loop.num_top1
@@ -267,6 +267,19 @@ def test_bf16_is_near_fp32(cast: str, samples: list[FeatureSample], target: Targ
         assert gradient.dtype == dict(drafter.named_parameters())[name].dtype
         angle = torch.cosine_similarity(gradient.float().flatten(), expected[name].flatten(), dim=0)
         assert angle > 0.99, (name, float(angle))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_gpu_gives_the_sums_and_gradients_of_the_cpu(samples: list[FeatureSample], target: TargetWeights) -> None:
+    drafter, packed = tiny_drafter(head_dim=8), pack(samples)
+    expected = sums_of(drafter, target, packed)
+    expected_gradients = gradients(drafter, expected.loss)
+    drafter.cuda()
+    sums = sums_of(drafter, target.to("cuda", torch.float32), packed.to("cuda"))
+    for name in ("loss", "cross_entropy", "num_counted", "num_top1", "acceptance"):
+        torch.testing.assert_close(getattr(sums, name).cpu(), getattr(expected, name), rtol=1e-5, atol=1e-5)
+    for name, gradient in gradients(drafter, sums.loss).items():
+        torch.testing.assert_close(gradient.cpu(), expected_gradients[name], rtol=1e-4, atol=1e-4, msg=name)
 
 
 def test_no_tensor_of_tokens_by_vocabulary(

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+CAUSAL = 1  # the memory-efficient kernel's mask type: row i of a document sees its rows 0..i
 
 
 def chain_attention(
@@ -171,6 +174,12 @@ def _documents(document_lengths: tuple[int, ...], *tensors: Tensor) -> Iterator[
 
 
 def _document_forward(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    if query.is_cuda:
+        query, keys, values = _for_efficient_kernel(query, keys, values)
+        output, lse, *_ = torch.ops.aten._efficient_attention_forward(
+            query, keys, values, None, None, None, None, None, 0.0, CAUSAL, True
+        )
+        return output[0], lse[0, :, : query.shape[1]].transpose(0, 1)
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, keys, values, 0.0, True)
     return output[0].transpose(0, 1), lse[0].transpose(0, 1)
 
@@ -178,7 +187,26 @@ def _document_forward(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tens
 def _document_backward(
     grad: Tensor, query: Tensor, output: Tensor, lse: Tensor, keys: Tensor, values: Tensor
 ) -> list[Tensor]:
+    if query.is_cuda:
+        num_tokens, num_kv_heads = query.shape[2], keys.shape[1]
+        query, keys, values = _for_efficient_kernel(query, keys, values)
+        grad, output = grad.transpose(1, 2), output.transpose(1, 2)
+        lse = F.pad(lse, (0, -num_tokens % 32), value=torch.inf)  # (1, n_q, T'), as the kernel's forward pads it
+        no_dropout = torch.zeros((), dtype=torch.int64)
+        grad_query, *grads, _ = torch.ops.aten._efficient_attention_backward(
+            grad, query, keys, values, None, output, None, None, num_tokens, num_tokens, lse, 0.0, no_dropout,
+            no_dropout, CAUSAL, False
+        )  # fmt: skip
+        return [grad_query[0], *(part[0].unflatten(1, (num_kv_heads, -1)).sum(2) for part in grads)]
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, query, keys, values, output, lse, 0.0, True
     )
     return [part[0].transpose(0, 1) for part in grads]
+
+
+def _for_efficient_kernel(query: Tensor, keys: Tensor, values: Tensor) -> list[Tensor]:
+    """Lays (1, n, T, d) out as (1, T, n_q, d): the kernel knows no shared heads."""
+    group = query.shape[1] // keys.shape[1]
+    return [
+        part.transpose(1, 2) for part in (query, keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1))
+    ]

@@ -1,0 +1,74 @@
+"""Drafters for tiny targets: random ones, and ones fitted to a few answers so that some of their drafts are right."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from eagle3.draft.model import DrafterConfig, Eagle3Drafter
+from eagle3.evaluation.target import LocalTarget
+
+LAYERS = (2, 4, 5)
+
+
+def random_drafter(
+    target: LocalTarget, draft_vocab_size: int, *, seed: int = 0, eagle_3_1: bool = False
+) -> Eagle3Drafter:
+    """Returns a random drafter with the target's head and norm, in the target's dtype."""
+    torch.manual_seed(seed)
+    config = target.model.config
+    drafter = Eagle3Drafter(
+        DrafterConfig(
+            hidden_size=config.hidden_size,
+            intermediate_size=80,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=24,
+            vocab_size=config.vocab_size,
+            draft_vocab_size=draft_vocab_size,
+            capture_layers=LAYERS,
+            rms_norm_eps=1e-5,
+            max_position_embeddings=512,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            fc_norm=eagle_3_1,
+            norm_output=eagle_3_1,
+        )
+    )
+    drafter.init_from_target(target.model.lm_head.weight, target.model.model.norm.weight)
+    return drafter.to(target.dtype).eval()
+
+
+def fit_drafter(drafter: Eagle3Drafter, target: LocalTarget, sequences: list[list[int]], num_steps: int) -> None:
+    """Fits step 0 to the sequences' next tokens but one, by an attention written out here."""
+    wanted = torch.full((drafter.config.vocab_size,), -100)
+    wanted[drafter.target_ids] = torch.arange(drafter.config.draft_vocab_size)
+    features = [captured_states(target, ids) for ids in sequences]
+    optimizer = torch.optim.Adam(drafter.parameters(), lr=3e-3)
+    for _ in range(num_steps):
+        loss = torch.zeros(())
+        for ids, aux in zip(sequences, features, strict=True):
+            tokens = torch.tensor(ids)
+            hidden = drafter.fuse(aux[:-2])
+            positions = torch.arange(len(ids) - 2)
+            query, keys, values = drafter.qkv(F.embedding(tokens[1:-1], target.embed_tokens), hidden, positions)
+            output = drafter.finish(hidden, dense_attention(query, keys, values))
+            loss = loss + F.cross_entropy(drafter.logits(output), wanted[tokens[2:]], ignore_index=-100)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def captured_states(target: LocalTarget, ids: list[int]) -> Tensor:
+    """Returns what transformers calls hidden_states[k] for the captured layers, (T, A*D)."""
+    with torch.no_grad():
+        states = target.model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+    return torch.cat([states[k][0] for k in LAYERS], dim=-1)
+
+
+def dense_attention(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Causal attention of the last rows of (T, n_kv, d) keys: queries (N, n_q, d) stand at rows T-N..T-1."""
+    repeats = query.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(repeats, dim=1), values.repeat_interleave(repeats, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", query, keys) / query.shape[-1] ** 0.5
+    num_rows, num_keys = scores.shape[1:]
+    future = torch.ones(num_rows, num_keys, dtype=torch.bool).triu(num_keys - num_rows + 1)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(future, float("-inf")).softmax(-1), values)

@@ -93,7 +93,8 @@ def partial_path(directory: Path, request_id: str) -> Path:
 def read_sample(path: Path) -> StagedSample:
     """Copies a sample out of its file, which may be deleted then."""
     with safe_open(path, framework="pt") as file:
-        aux = [file.get_tensor(name) for name in sorted(file.keys()) if name.startswith("aux_hidden_states.")]
+        num_pieces = len(file.keys()) - 2  # side by side (T, A*D), however the engine had them: A of D or one of A*D
+        aux = [file.get_tensor(f"aux_hidden_states.{i}") for i in range(num_pieces)]
         return StagedSample(
             input_ids=file.get_tensor("input_ids").clone(),
             aux_hidden_states=torch.cat(aux, dim=1),
@@ -226,16 +227,17 @@ class _PartialSample:
         header_bytes = json.dumps(header).encode()
         header_bytes += b" " * (-len(header_bytes) % 8)  # the format aligns the data to eight bytes
         self._path = path
-        self._data_begin = 8 + len(header_bytes)
-        self._offsets = {name: entry["data_offsets"][0] for name, entry in header.items()}
+        self._header = len(header_bytes).to_bytes(8, "little") + header_bytes
+        self._begins = {name: len(self._header) + entry["data_offsets"][0] for name, entry in header.items()}
         self.num_rows = 0
         self._descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
-        os.write(self._descriptor, len(header_bytes).to_bytes(8, "little") + header_bytes)
 
     def append(self, part: Part, tensors: dict[str, Tensor]) -> None:
+        if part.start == 0:
+            os.pwrite(self._descriptor, self._header, 0)
         for name, tensor in tensors.items():
             rows = _buffer_of(tensor[part.first_row : part.first_row + part.num_rows])
-            place = self._data_begin + self._offsets[name] + part.start * _row_bytes(tensor)
+            place = self._begins[name] + part.start * _row_bytes(tensor)
             while rows:  # one call writes 2 GiB at most
                 num_written = os.pwrite(self._descriptor, rows, place)
                 rows, place = rows[num_written:], place + num_written
@@ -261,4 +263,4 @@ def _num_bytes(forward: Forward) -> int:
 def _buffer_of(tensor: Tensor) -> memoryview:
     """Returns a tensor's bytes without a copy; it must outlive them. torch itself offers that through numpy only."""
     assert tensor.is_contiguous()
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))

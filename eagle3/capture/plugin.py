@@ -1,0 +1,292 @@
+"""Inside SGLang: records the hidden states of each prefill.
+
+SGLang loads it in each of its processes through the entry point group `sglang.srt.plugins` and it does nothing unless
+EAGLE3_CAPTURE_DIR names a directory. Two hooks: after a model is loaded its own EAGLE-3 capture is switched on, and
+around the target's LogitsProcessor the states of all tokens are copied. Layers are boundaries: k is the residual
+stream that enters layer k, whatever the model class adds to the ids that it is given.
+"""
+
+import itertools
+import logging
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle3.capture.staging import (
+    DIRECTORY_VARIABLE,
+    LAYERS_VARIABLE,
+    Forward,
+    Part,
+    StagingWriter,
+    tokens_of,
+    write_json,
+)
+
+logger = logging.getLogger(__name__)
+
+LOAD_MODEL = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
+LOGITS_FORWARD = "sglang.srt.layers.logits_processor.LogitsProcessor.forward"
+# In the others a row is a token that was generated, drafted or made up.
+PREFILL_MODES = {"EXTEND", "MIXED", "SPLIT_PREFILL"}
+
+
+class CaptureError(RuntimeError):
+    """The server cannot record what it was asked to; raised while a model is loaded or run, it ends the server."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What decides whether this server can be recorded, and by which of its processes."""
+
+    version: str
+    speculation: str | None  # speculative algorithm
+    num_pipeline_stages: int
+    num_context_ranks: int  # that share the tokens of one prompt
+    two_batch_overlap: bool
+    prefill_graphs: bool  # CUDA graphs replay prefills
+    tensor_parallel_rank: int
+    attention_rank: int  # of the ranks that hold the same rows; 0 writes
+    num_attention_ranks: int
+
+
+def register() -> None:
+    """Registers the hooks, if EAGLE3_CAPTURE_DIR names a directory; SGLang calls it in each of its processes."""
+    directory = os.environ.get(DIRECTORY_VARIABLE)
+    if not directory:
+        return
+    # Imported here since this module must import where SGLang is not installed.
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    # What is wrong with the variables is said when a model is loaded: SGLang only logs an error that is raised here.
+    recorder = Recorder(Path(directory), os.environ.get(LAYERS_VARIABLE, ""))
+    HookRegistry.register(LOAD_MODEL, recorder.after_load_model, HookType.AFTER)
+    HookRegistry.register(LOGITS_FORWARD, recorder.around_logits, HookType.AROUND)
+
+
+class Recorder:
+    """The two hooks of one process."""
+
+    def __init__(self, directory: Path, layers: str) -> None:
+        self._directory = directory
+        self._layers = layers
+        self._processor: Any = None  # the target's own, on the ranks that write
+        self._writer: StagingWriter | None = None
+        self._copy_stream: torch.cuda.Stream | None = None
+
+    def after_load_model(self, _result: None, model_runner: Any) -> None:
+        """Switches a target's capture on; a draft model is left alone.
+
+        Raises:
+            CaptureError: this server cannot be recorded, or not at these boundaries.
+        """
+        if model_runner.is_draft_worker:
+            return
+        engine = engine_settings(model_runner.server_args)
+        check_engine(engine)
+        model = capturing_model(model_runner.model)
+        boundaries = parse_boundaries(self._layers, num_layers=len(model.model.layers))
+        capture_boundaries(model, boundaries)
+        logger.info(
+            "eagle3 records what enters layers %s of %s into %s (attention rank %d of %d, %s)",
+            boundaries,
+            type(model).__name__,
+            self._directory,
+            engine.attention_rank,
+            engine.num_attention_ranks,
+            "which writes" if engine.attention_rank == 0 else "which does not write",
+        )
+        if engine.attention_rank > 0:
+            return
+        if not self._directory.is_dir():
+            raise CaptureError(f"{DIRECTORY_VARIABLE} must be a directory, got {str(self._directory)!r}; make it")
+        self._writer = StagingWriter(self._directory)
+        self._processor = model.logits_processor
+        marker = {
+            "boundaries": boundaries,
+            "engine_version": engine.version,
+            "model_class": type(model).__name__,
+            "hidden_size": model_runner.model_config.hidden_size,
+            "dtype": str(model_runner.model_config.dtype).removeprefix("torch."),
+            "tensor_parallel_rank": engine.tensor_parallel_rank,
+            "pid": os.getpid(),
+        }
+        write_json(self._directory / f"plugin-{os.getpid()}.json", marker)
+
+    def around_logits(
+        self,
+        original: Callable[..., Any],
+        processor: Any,
+        input_ids: Tensor,
+        hidden_states: Tensor,
+        lm_head: Any,
+        logits_metadata: Any,
+        aux_hidden_states: Tensor | list[Tensor] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Copies the rows of our requests, if this is a prefill of the target, and goes on."""
+        if processor is self._processor and logits_metadata.forward_mode.name in PREFILL_MODES:
+            parts = find_parts(logits_metadata)
+            if parts:
+                self._record(parts, input_ids, hidden_states, aux_hidden_states)
+        return original(
+            processor, input_ids, hidden_states, lm_head, logits_metadata, aux_hidden_states, *args, **kwargs
+        )
+
+    def _record(
+        self, parts: list[Part], input_ids: Tensor, last: Tensor, aux: Tensor | list[Tensor] | None
+    ) -> None:  # (N,), (N, D), and (N, A*D) or A of (N, D)
+        pieces = [aux] if isinstance(aux, Tensor) else aux or []
+        tensors = {"input_ids": input_ids, "last_hidden_states": last}
+        tensors |= {f"aux_hidden_states.{i}": piece for i, piece in enumerate(pieces)}
+        num_rows = parts[-1].first_row + parts[-1].num_rows  # what comes after is padding or somebody else's
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if not pieces or any(shape[0] < num_rows for shape in shapes.values()):
+            raise CaptureError(
+                f"the engine must hand over the states of {num_rows} tokens, got {shapes}; "
+                f"start the server without options that split tokens over ranks"
+            )
+        assert self._writer is not None
+        self._writer.submit(self._to_host(parts, {name: tensor[:num_rows] for name, tensor in tensors.items()}))
+
+    def _to_host(self, parts: list[Part], tensors: dict[str, Tensor]) -> Forward:
+        """Copies rows to the host, without waiting for them where they lie on a GPU."""
+        if not tensors["input_ids"].is_cuda:
+            return Forward(parts, {name: tensor.clone() for name, tensor in tensors.items()}, copied=None)
+        if self._copy_stream is None:
+            self._copy_stream = torch.cuda.Stream()
+        self._copy_stream.wait_stream(torch.cuda.current_stream())
+        host = {}
+        with torch.cuda.stream(self._copy_stream):
+            for name, tensor in tensors.items():
+                # torch keeps pinned blocks and gives them out again once their copies are done: that is the pool.
+                host[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                host[name].copy_(tensor, non_blocking=True)
+                tensor.record_stream(self._copy_stream)  # the model may free it before the copy has run
+            copied = torch.cuda.Event(blocking=True)  # the writer sleeps until then instead of spinning
+            copied.record()
+        return Forward(parts, host, copied)
+
+
+def engine_settings(server_args: Any) -> EngineSettings:
+    """Reads what this server does, in SGLang 0.5.11 to 0.5.23."""
+    from sglang.srt.distributed import parallel_state
+
+    try:
+        from sglang.srt.model_executor.cuda_graph_config import check_cuda_graph_backend
+    except ImportError:  # before 0.5.14
+        prefill_graphs = not (server_args.disable_cuda_graph or server_args.disable_piecewise_cuda_graph)
+    else:
+        prefill_graphs = not check_cuda_graph_backend("prefill", "disabled")
+    return EngineSettings(
+        version=version("sglang"),
+        speculation=server_args.speculative_algorithm,
+        num_pipeline_stages=server_args.pp_size,
+        num_context_ranks=server_args.attn_cp_size,
+        two_batch_overlap=server_args.enable_two_batch_overlap,
+        prefill_graphs=prefill_graphs,
+        tensor_parallel_rank=parallel_state.get_tensor_model_parallel_rank(),
+        attention_rank=parallel_state.get_attn_tensor_model_parallel_rank(),
+        num_attention_ranks=parallel_state.get_attn_tensor_model_parallel_world_size(),
+    )
+
+
+def check_engine(engine: EngineSettings) -> None:
+    """Refuses a server that would record nothing, or not everything.
+
+    Raises:
+        CaptureError: all that is in the way.
+    """
+    problems = []
+    if engine.speculation is not None:
+        problems.append(
+            f"speculation must be off, got {engine.speculation}: with it the engine captures for the drafter that it "
+            f"serves; start the server without --speculative-algorithm"
+        )
+    if engine.num_pipeline_stages > 1:
+        problems.append(
+            f"pipeline parallel size must be 1, got {engine.num_pipeline_stages}: the boundaries lie on several "
+            f"ranks; use --tp-size"
+        )
+    if engine.num_context_ranks > 1:
+        problems.append(
+            f"attention context parallel size must be 1, got {engine.num_context_ranks}: each rank has some of a "
+            f"prompt's tokens; use --tp-size"
+        )
+    if engine.two_batch_overlap:
+        problems.append("two-batch overlap must be off: it bypasses capture; drop --enable-two-batch-overlap")
+    if engine.prefill_graphs:
+        problems.append(
+            "prefill CUDA graphs must be off: Python does not run when they are replayed; add "
+            "--cuda-graph-backend-prefill disabled (--disable-piecewise-cuda-graph before SGLang 0.5.14)"
+        )
+    if problems:
+        raise CaptureError(f"eagle3 cannot record this server (SGLang {engine.version}): " + "; ".join(problems))
+
+
+def capturing_model(model: Any) -> Any:
+    """Returns the model that captures: a multimodal wrapper's language model, else the model itself.
+
+    Raises:
+        CaptureError: its class has no EAGLE-3 capture, or keeps the layers of it where we do not know them.
+    """
+    inner = getattr(model, "language_model", None)  # Kimi-K2.5 delegates to DeepSeek's class so
+    candidate = inner if hasattr(inner, "set_eagle3_layers_to_capture") else model
+    if not hasattr(candidate, "set_eagle3_layers_to_capture"):
+        raise CaptureError(
+            f"the target's class must have set_eagle3_layers_to_capture, got {type(model).__name__}: "
+            f"this version of SGLang cannot capture it, nor serve it with an EAGLE-3 drafter; use one that can"
+        )
+    if not hasattr(getattr(candidate, "model", None), "layers_to_capture"):
+        raise CaptureError(
+            f"the target's class must keep layers_to_capture in its `model`, got {type(candidate).__name__}; "
+            f"add the class to eagle3/capture/plugin.py"
+        )
+    return candidate
+
+
+def parse_boundaries(text: str, num_layers: int) -> list[int]:
+    """Reads boundaries such as `3,31,59`.
+
+    Raises:
+        CaptureError: they are not increasing numbers within 0..num_layers-1.
+    """
+    boundaries = [int(number) for number in text.split(",")] if re.fullmatch(r"[0-9]+(,[0-9]+)*", text) else []
+    increasing = all(low < high for low, high in itertools.pairwise(boundaries))
+    if not boundaries or not increasing or boundaries[-1] >= num_layers:
+        raise CaptureError(
+            f"{LAYERS_VARIABLE} must be boundaries that increase within 0..{num_layers - 1}, such as 3,31,59, "
+            f"got {text!r}; boundary {num_layers}, the last layer's output, cannot be captured"
+        )
+    return boundaries
+
+
+def capture_boundaries(model: Any, boundaries: Sequence[int]) -> None:
+    """Switches a model's capture on, at exactly these boundaries."""
+    # The setter switches capture on and marks layers; most classes add 1 to each id, DeepSeek's since 0.5.13 do not.
+    model.set_eagle3_layers_to_capture([boundary - 1 for boundary in boundaries])
+    model.model.layers_to_capture = list(boundaries)
+    # Qwen's MoE classes and a few others ask each layer instead of the list.
+    if any(getattr(layer, "_is_layer_to_capture", False) for layer in model.model.layers):
+        for k, layer in enumerate(model.model.layers):
+            layer._is_layer_to_capture = k in boundaries
+
+
+def find_parts(batch: Any) -> list[Part]:
+    """Returns the rows of our requests in a prefill batch; lists on the host, so nothing waits for the device."""
+    parts = []
+    first_row = 0
+    for rid, start, num_rows in zip(batch.rids, batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=False):
+        num_tokens = tokens_of(rid)
+        # A row at or after num_tokens is a token of the answer, decoded in a mixed batch.
+        if num_tokens is not None and start < num_tokens and num_rows:
+            parts.append(Part(rid, num_tokens, start, first_row, num_rows))
+        first_row += num_rows
+    return parts

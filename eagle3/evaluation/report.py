@@ -1,0 +1,202 @@
+"""Tables for people, and the same figures as JSON.
+
+Every tau is a sum of tokens over a sum of verify rounds, the token of prefill and the bonus token of each round
+included, as SGLang counts; beside it stands the one without prefill's token.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from eagle3.draft.acceptance import Acceptance, AnswerRounds, summarise
+from eagle3.evaluation.served import ServerFacts
+
+# A loop is a tail of whole repetitions; fewer or shorter ones are also found in lists, tables and code.
+LOOP_REPETITIONS = 3
+LOOP_MAX_PERIOD = 32  # tokens
+LOOP_MIN_TOKENS = 24  # in the repetitions together
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One drafter's acceptance, with and without the answers that loop, which are drafted too easily."""
+
+    all_answers: Acceptance
+    without_loops: Acceptance | None  # None: nothing is left, or the answers are not at hand
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One stream, end to end: prefill included, one prompt at a time."""
+
+    num_prompts: int
+    tokens_per_second_plain: float
+    tokens_per_second_speculative: float
+    num_equal_answers: int  # of num_prompts; in bf16 near-ties part plain and speculative answers, in fp32 nothing does
+
+    @property
+    def speed_up(self) -> float:
+        """Speculative over plain."""
+        return self.tokens_per_second_speculative / self.tokens_per_second_plain
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that an evaluation found."""
+
+    num_draft_tokens: int  # K
+    max_new_tokens: int
+    num_conversations: int
+    num_answers: int
+    num_looping: int  # answers that end in repetitions
+    trained: Measured  # the drafter that was asked about; of a server, the one that it serves
+    untrained: Measured | None = None  # the same shape with the target's head and norm
+    simulated: Measured | None = None  # on the very tokens of `trained`
+    simulated_store: Measured | None = None  # on a feature store's held-out samples
+    speed: Speed | None = None
+    tokens_per_second_served: float | None = None  # over all requests in flight together
+    server: ServerFacts | None = None
+    findings: list[str] = dataclasses.field(default_factory=list)
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)  # by stage
+    peak_memory_bytes: int = 0  # of this process
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the report for JSON, with the headline figures at the top."""
+        headlines = {
+            f"tau_{name}": measured.all_answers.tau
+            for name, measured in self._measured().items()
+            if measured is not None
+        }
+        if self.speed is not None:
+            headlines["tokens_per_second_plain"] = self.speed.tokens_per_second_plain
+            headlines["tokens_per_second_speculative"] = self.speed.tokens_per_second_speculative
+            headlines["speed_up"] = self.speed.speed_up
+        return headlines | dataclasses.asdict(self)
+
+    def print(self, console: Console) -> None:
+        """Prints the tables."""
+        console.print(self._acceptance_table())
+        if self.speed is not None:
+            console.print(
+                f"One stream, {self.speed.num_prompts} prompts: {self.speed.tokens_per_second_plain:.1f} tokens/s "
+                f"plain, {self.speed.tokens_per_second_speculative:.1f} speculative, {self.speed.speed_up:.2f}x; "
+                f"{self.speed.num_equal_answers} of {self.speed.num_prompts} answers are equal token for token",
+                highlight=False,
+            )
+        if self.server is not None:
+            console.print(
+                f"SGLang {self.server.version} at {self.server.url}: {self.tokens_per_second_served:.1f} tokens/s over "
+                f"all requests",
+                highlight=False,
+            )
+        for finding in self.findings:
+            console.print(f"[bold]Warning:[/] {finding}", highlight=False)
+
+    def _measured(self) -> dict[str, Measured | None]:
+        return {
+            "untrained": self.untrained,
+            "trained": self.trained,
+            "simulated": self.simulated,
+            "simulated_store": self.simulated_store,
+        }
+
+    def _acceptance_table(self) -> Table:
+        titles = {
+            "untrained": "untrained: the target's head and norm",
+            "trained": "drafter" if self.server is None else "drafter, by the server's counters",
+            "simulated": "drafter, simulated on the same answers",
+            "simulated_store": "drafter, simulated on the store",
+        }
+        table = Table(
+            title=f"Acceptance length tau, {self.num_draft_tokens} drafts a round, {self.num_answers} answers of up to "
+            f"{self.max_new_tokens} tokens ({self.num_looping} of them loop)"
+        )
+        table.add_column("", no_wrap=False)
+        for heading in ("tau", "95 %", "(N-1)/R", "without loops", "accepted at position 1, 2, ..."):
+            table.add_column(heading, justify="right")
+        for name, measured in self._measured().items():
+            if measured is not None:
+                table.add_row(titles[name], *_cells(measured))
+        return table
+
+
+def measure(rounds: Sequence[AnswerRounds], looping: Sequence[bool], seed: int) -> Measured:
+    """Summarises answers, and once more those that do not loop."""
+    steady = [answer for answer, loops in zip(rounds, looping, strict=True) if not loops]
+    has_rounds = any(answer.rounds > 0 for answer in steady)
+    return Measured(summarise(rounds, seed), summarise(steady, seed) if has_rounds else None)
+
+
+def is_looping(token_ids: Sequence[int]) -> bool:
+    """Tells whether an answer ends in repetitions of a short run of tokens."""
+    for period in range(1, LOOP_MAX_PERIOD + 1):
+        repetitions = max(LOOP_REPETITIONS, -(-LOOP_MIN_TOKENS // period))
+        tail = list(token_ids[-period * repetitions :])
+        if len(tail) == period * repetitions and tail == tail[:period] * repetitions:
+            return True
+    return False
+
+
+class Stopwatch:
+    """Wall seconds by stage."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Times the block."""
+        started = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - started
+
+
+@contextmanager
+def progress_bar(description: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+    """Shows a bar on stderr; the function that it yields takes the number of units that are done."""
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _RateColumn(unit))
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
+        task_id = progress.add_task(description, total=total)
+        yield lambda count: progress.advance(task_id, count)
+
+
+class _RateColumn(ProgressColumn):
+    """Units per second."""
+
+    def __init__(self, unit: str) -> None:
+        super().__init__()
+        self._unit = unit
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text("" if speed is None else f"{speed:.1f} {self._unit}/s")
+
+
+def _cells(measured: Measured) -> list[str]:
+    acceptance = measured.all_answers
+    conditional = " ".join("-" if share is None else f"{share:.0%}" for share in acceptance.conditional)
+    without_loops = "-" if measured.without_loops is None else f"{measured.without_loops.tau:.2f}"
+    return [
+        f"{acceptance.tau:.3f}",
+        f"{acceptance.low:.3f} .. {acceptance.high:.3f}",
+        f"{acceptance.tau_without_prefill:.3f}",
+        without_loops,
+        conditional,
+    ]

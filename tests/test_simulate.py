@@ -1,0 +1,150 @@
+"""The simulator's rounds are a real decoder's, answer by answer."""
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_drafters import LAYERS, fit_drafter, random_drafter
+from transformers import AutoModelForCausalLM
+
+from eagle3.config import EvaluateConfig, SpeculationConfig, UserError
+from eagle3.draft.model import Eagle3Drafter
+from eagle3.evaluation.decoder import Answer, decode
+from eagle3.evaluation.local import decoded_rounds
+from eagle3.evaluation.simulate import open_store, simulate, simulate_store
+from eagle3.evaluation.target import LocalTarget
+from eagle3.features.manifest import Manifest
+from eagle3.features.record import FeatureSample, is_held_out
+from eagle3.features.store import FeatureWriter
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Path) -> LocalTarget:
+    return LocalTarget(AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32), LAYERS, frozenset([2]))
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(3, 320, (n,), generator=generator).tolist() for n in (4, 1, 11, 25, 8, 14, 6)]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["eagle-3", "eagle-3.1"])
+def drafter(request: pytest.FixtureRequest, target: LocalTarget, prompts: list[list[int]]) -> Eagle3Drafter:
+    """Fitted to half of the answers, so that chains of every length occur."""
+    answers = answer_all(target, None, prompts, 0)
+    drafter = random_drafter(target, 256, eagle_3_1=request.param)
+    sequences = [prompt + answer.token_ids for prompt, answer in zip(prompts, answers, strict=True)]
+    fit_drafter(drafter, target, sequences[:4], num_steps=60)
+    return drafter
+
+
+def answer_all(
+    target: LocalTarget, drafter: Eagle3Drafter | None, prompts: list[list[int]], num_draft_tokens: int
+) -> list[Answer]:
+    return decode(target, drafter, prompts, num_draft_tokens=num_draft_tokens, max_new_tokens=30, batch_size=3)
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 3, 6])
+@pytest.mark.parametrize("ends_early", [False, True])
+def test_rounds_equal_the_decoders_answer_by_answer(
+    target: LocalTarget, drafter: Eagle3Drafter, prompts: list[list[int]], num_draft_tokens: int, ends_early: bool
+) -> None:
+    answers = answer_all(target, drafter, prompts, num_draft_tokens)
+    if ends_early:
+        # Tokens from the middle of answers end them: some in the middle of a round, one with its first token.
+        end_ids = frozenset([answers[0].token_ids[13], answers[2].token_ids[20], answers[4].token_ids[0]])
+        target = LocalTarget(copy.deepcopy(target.model), LAYERS, end_ids)
+        answers = answer_all(target, drafter, prompts, num_draft_tokens)
+        assert min(answer.num_tokens for answer in answers) == 1
+    samples = [
+        target.features(f"prompt {i}", prompt, answer.token_ids)
+        for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+    ]
+    decoded = [decoded_rounds(f"prompt {i}", answer, num_draft_tokens) for i, answer in enumerate(answers)]
+    told: list[int] = []
+    for batch_tokens in (1, 100, 8192):
+        simulated = simulate(
+            drafter,
+            target.embed_tokens,
+            samples,
+            num_draft_tokens=num_draft_tokens,
+            batch_tokens=batch_tokens,
+            advance=told.append,
+        )
+        # Equal to the last bit: rounds and counts are sums of zeros and ones.
+        assert simulated == decoded
+    assert sum(told) == 3 * len(samples)
+    assert sum(sum(answer.accepted) for answer in answers) > 0
+
+
+def test_features_are_transformers_hidden_states(target: LocalTarget) -> None:
+    ids = list(range(40, 60))
+    sample = target.features("a", ids[:12], ids[12:])
+    with torch.no_grad():
+        output = target.model(torch.tensor([ids]), output_hidden_states=True)
+        logits = target.model.lm_head(sample.last_hidden_states)
+    expected = torch.cat([output.hidden_states[k][0] for k in LAYERS], dim=-1)
+    # fp32, another attention kernel
+    torch.testing.assert_close(sample.aux_hidden_states, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits, output.logits[0, 11:19], rtol=1e-4, atol=1e-4)
+    assert sample.input_ids.tolist() == ids
+    assert sample.loss_mask.tolist() == [False] * 12 + [True] * 8
+    assert sample.last_rows.tolist() == list(range(11, 19))
+
+
+MANIFEST = Manifest(
+    target_path="target",
+    target_config_digest="0",
+    target_revision="0",
+    target_quantization=None,
+    engine="transformers",
+    engine_version="5",
+    capture_layers=LAYERS,
+    dtype="float32",
+    codec="fp32",
+    hidden_size=64,
+    vocab_size=320,
+    tokenizer_digest="0",
+    chat_template_digest="0",
+    prompts_digest="0",
+    last_rows="supervised",
+)
+
+
+def write_store(path: Path, samples: list[FeatureSample], manifest: Manifest = MANIFEST) -> None:
+    with FeatureWriter(path, manifest, shard_bytes=2**20) as writer:
+        for sample in samples:
+            writer.write(sample)
+
+
+def test_a_store_is_simulated_on_its_held_out_samples(
+    tmp_path: Path, target: LocalTarget, make_sample: Callable[..., FeatureSample]
+) -> None:
+    samples = [make_sample(f"sample {i}", [0] * 3 + [1] * (5 + i), seed=i) for i in range(12)]
+    write_store(tmp_path / "store", samples)
+    drafter = random_drafter(target, 320)
+    store = open_store(tmp_path / "store", drafter.config)
+    config = EvaluateConfig(speculation=SpeculationConfig(num_draft_tokens=2), held_out_share=0.5)
+    held_out = [sample for sample in samples if is_held_out(sample.sample_id, 0.5)]
+    assert 0 < len(held_out) < 12
+    measured = simulate_store(drafter, target.embed_tokens, store, config)
+    assert measured.all_answers.num_tokens == sum(int(sample.loss_mask.sum()) for sample in held_out)
+    everything = simulate_store(drafter, target.embed_tokens, store, dataclasses.replace(config, held_out_share=None))
+    assert everything.all_answers.num_tokens == sum(int(sample.loss_mask.sum()) for sample in samples)
+    with pytest.raises(UserError, match="held_out_share must leave samples of the store, got none of 12 with 1e-09"):
+        simulate_store(drafter, target.embed_tokens, store, dataclasses.replace(config, held_out_share=1e-9))
+
+
+def test_a_store_of_another_capture_is_refused_with_every_difference(
+    tmp_path: Path, target: LocalTarget, make_sample: Callable[..., FeatureSample]
+) -> None:
+    other = dataclasses.replace(MANIFEST, capture_layers=(1, 4, 5), vocab_size=400)
+    write_store(tmp_path / "store", [make_sample("a", [0, 1, 1])], other)
+    with pytest.raises(UserError) as error:
+        open_store(tmp_path / "store", random_drafter(target, 320).config)
+    assert "capture_layers must be (2, 4, 5), got (1, 4, 5)" in str(error.value)
+    assert "vocab_size must be 320, got 400" in str(error.value)

@@ -150,8 +150,7 @@ def _start_wandb(run_dir: Path, config: TrackingConfig, settings: Mapping[str, A
             f"use tracking.wandb=offline and `wandb sync` later"
         ) from None
     id_path.write_text(run.id)
-    where = run.url if run.url else f"offline in {run.dir}"
-    logger.info("W&B: %s", where)
+    logger.info("W&B: %s", f"offline in {Path(run.dir).parent}" if run.offline else run.url)
     return run
 
 

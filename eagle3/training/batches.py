@@ -40,7 +40,8 @@ class UsableSamples:
 class StepBatch:
     """The samples of one optimizer step, as this rank's micro-batches."""
 
-    packs: list[PackedSequences]  # this rank's; every rank has as many, the last ones may be empty
+    packs: list[PackedSequences]  # this rank's; every rank has as many
+    has_filler: bool  # the last pack repeats a sample that another rank has: it must weigh nothing
     sample_ids: list[list[str]]  # of the packs of all ranks: micro-batch m of rank r is at m * world_size + r
     num_tokens: int  # over all ranks
     num_supervised: int  # over all ranks
@@ -90,8 +91,14 @@ class Batches:
         dealt = deal(lengths, self._config.batch_tokens, self._world_size)
         packs = [[taken[i] for i in members] for members in dealt]
         mine = packs[self._rank :: self._world_size]
+        has_filler = not mine[-1]
+        if has_filler:
+            # No empty pack: ZeRO-2 sends gradients in the order in which backward makes them, and a rank whose graph
+            # lacks the draft layer makes them in another order, so that different parameters would be added up.
+            mine[-1] = [min(taken, key=lambda index: entries[index].num_tokens)]
         return StepBatch(
             packs=[pack([self._store[index] for index in members]) for members in mine],
+            has_filler=has_filler,
             sample_ids=[[entries[index].sample_id for index in members] for members in packs],
             num_tokens=sum(lengths),
             num_supervised=sum(entries[index].num_supervised for index in taken),
@@ -109,10 +116,11 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> list[int]:
 def deal(lengths: list[int], batch_tokens: int, world_size: int) -> list[list[int]]:
     """Splits samples into micro-batches of at most `batch_tokens`, as many for every rank and of similar sizes.
 
-    Returns a multiple of `world_size` lists of sample numbers, some of which may be empty; a sample longer than
-    `batch_tokens` is alone in its list.
+    Returns a multiple of `world_size` lists of sample numbers, of which fewer than `world_size`, at the end, may be
+    empty; a sample longer than `batch_tokens` is alone in its list.
     """
-    num_packs = world_size * max(1, -(-sum(lengths) // (batch_tokens * world_size)))
+    num_tokens = sum(min(length, batch_tokens) for length in lengths)
+    num_packs = world_size * max(1, -(-num_tokens // (batch_tokens * world_size)))  # never more than are needed
     while True:
         packs: list[list[int]] = [[] for _ in range(num_packs)]
         smallest = [(0, index) for index in range(num_packs)]  # a heap of (tokens, pack)

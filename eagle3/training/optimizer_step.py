@@ -79,7 +79,8 @@ def take_step(engine: Engine, batch: StepBatch, *, learning_rate: float, stop_re
         FloatingPointError: loss or gradient is not finite; the weights are as they were before the step.
     """
     objective, device, size = engine.module.objective, engine.world.device, engine.world.size
-    num_counted = reduce_sum(count_rows(batch.packs, objective.ttt_steps).to(device))  # (K,)
+    num_real = len(batch.packs) - batch.has_filler
+    num_counted = reduce_sum(count_rows(batch.packs[:num_real], objective.ttt_steps).to(device))  # (K,)
     assert num_counted[0] > 0, f"a step must have counted rows, got none in {batch.sample_ids}"
     # Both wrappers average gradients over the ranks; the factor makes that a sum.
     step_weights = loss_weights(objective, num_counted) * size
@@ -88,10 +89,11 @@ def take_step(engine: Engine, batch: StepBatch, *, learning_rate: float, stop_re
     sums = torch.zeros(4, objective.ttt_steps, dtype=torch.float64, device=device)
     for index, packed in enumerate(batch.packs):
         with engine.accumulating(is_last=index == len(batch.packs) - 1):
-            result = engine.model(packed.to(device), step_weights)
+            result = engine.model(packed.to(device), step_weights if index < num_real else 0 * step_weights)
             engine.backward(result.loss)
-        losses[index, engine.world.rank] = result.loss.detach()
-        sums += torch.stack([result.cross_entropy, result.num_counted, result.num_top1, result.acceptance])
+        if index < num_real:
+            losses[index, engine.world.rank] = result.loss.detach()
+            sums += torch.stack([result.cross_entropy, result.num_counted, result.num_top1, result.acceptance])
 
     # One collective and one wait for the device: sums, losses and whether somebody was asked to stop.
     flag = torch.tensor([float(stop_requested)], dtype=torch.float64, device=device)

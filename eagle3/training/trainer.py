@@ -61,7 +61,8 @@ def train(config: TrainConfig) -> Path:
     target = inputs.target.to(world.device, getattr(torch, config.target.dtype))
     module = TTTModule(inputs.drafter, target, config.objective, bf16=config.run.mixed_precision == "bf16")
     engine = Engine(config, accelerator, world, module)
-    logger.info("%s on %s, %s", engine.setup, world.device, config.run.mixed_precision)
+    precision = "bf16 with fp32 master weights" if module.bf16 else "fp32"
+    logger.info("%s on %s, %s", engine.setup, world.device, precision)
     batches = Batches(inputs.store, inputs.train_indices, config.data, world.rank, world.size)
     num_steps = config.run.epochs * batches.steps_per_epoch
     if config.run.max_steps is not None:

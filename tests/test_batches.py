@@ -1,0 +1,131 @@
+"""Same data on any world size, exact resume, nothing left out in silence."""
+
+import pytest
+import torch
+from tiny_training import write_target_and_store
+
+from eagle3.config import DataConfig, UserError
+from eagle3.features.store import FeatureStore
+from eagle3.training.batches import Batches, Position, deal, epoch_order, has_counted_row, usable_samples
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> FeatureStore:
+    return FeatureStore(write_target_and_store(tmp_path_factory.mktemp("batches"))[1])
+
+
+def data_config(**changes: int) -> DataConfig:
+    return DataConfig(**({"path": "unused", "samples_per_step": 7, "batch_tokens": 40} | changes))  # type: ignore[arg-type]
+
+
+def read_epoch(batches: Batches, position: Position) -> list[list[list[str]]]:
+    """Returns the packs of each step, all ranks', from a position to its epoch's end."""
+    steps, epoch = [], position.epoch
+    while position.epoch == epoch:
+        batch = batches.load(position)
+        steps.append(batch.sample_ids)
+        position = batch.next_position
+    return steps
+
+
+def flat(packs: list[list[str]]) -> set[str]:
+    return {name for members in packs for name in members}
+
+
+def test_an_epoch_takes_every_sample_once(store: FeatureStore) -> None:
+    batches = Batches(store, list(range(len(store))), data_config(), 0, 1)
+    steps = read_epoch(batches, Position())
+    assert len(steps) == batches.steps_per_epoch == 5  # 30 samples by 7
+    names = [name for step in steps for members in step for name in members]
+    assert sorted(names) == sorted(entry.sample_id for entry in store.entries)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_steps_have_the_same_samples_on_any_world_size(store: FeatureStore, world_size: int) -> None:
+    alone = read_epoch(Batches(store, list(range(30)), data_config(), 0, 1), Position(epoch=3))
+    for rank in range(world_size):
+        batches = Batches(store, list(range(30)), data_config(), rank, world_size)
+        assert [flat(step) for step in read_epoch(batches, Position(epoch=3))] == [flat(step) for step in alone]
+
+
+def test_ranks_share_out_the_packs_that_each_of_them_names(store: FeatureStore) -> None:
+    ranks = [Batches(store, list(range(30)), data_config(), rank, 3).load(Position()) for rank in range(3)]
+    assert len({len(batch.packs) for batch in ranks}) == 1
+    for micro_step in range(len(ranks[0].packs)):
+        for rank, batch in enumerate(ranks):
+            names = ranks[0].sample_ids[micro_step * 3 + rank]
+            is_filler = batch.has_filler and micro_step == len(batch.packs) - 1
+            assert names == ([] if is_filler else list(batch.packs[micro_step].sample_ids))
+
+
+def test_token_counts_are_those_of_all_ranks(store: FeatureStore) -> None:
+    ranks = [Batches(store, list(range(30)), data_config(), rank, 2).load(Position()) for rank in range(2)]
+    packs = [pack for batch in ranks for pack in batch.packs[: len(batch.packs) - batch.has_filler]]
+    assert ranks[0].num_tokens == ranks[1].num_tokens == sum(pack.input_ids.numel() for pack in packs)
+    assert ranks[0].num_supervised == sum(int(pack.loss_mask.sum()) for pack in packs)
+
+
+def test_reading_goes_on_exactly_at_a_position(store: FeatureStore) -> None:
+    batches = Batches(store, list(range(30)), data_config(), 0, 1)
+    third = batches.load(batches.load(Position()).next_position).next_position
+    assert read_epoch(batches, third) == read_epoch(batches, Position())[2:]
+    again = Batches(store, list(range(30)), data_config(), 0, 1).load(third)
+    assert torch.equal(again.packs[0].aux_hidden_states, batches.load(third).packs[0].aux_hidden_states)
+
+
+def test_orders_differ_by_epoch_and_seed() -> None:
+    orders = [epoch_order(50, seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
+    assert all(sorted(order) == list(range(50)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 4
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_packs_stay_within_their_tokens(world_size: int) -> None:
+    generator = torch.Generator().manual_seed(world_size)
+    for _ in range(50):
+        lengths = torch.randint(1, 60, (13,), generator=generator).tolist()
+        packs = deal(lengths, 50, world_size)
+        assert len(packs) % world_size == 0
+        assert sorted(i for members in packs for i in members) == list(range(13))
+        for members in packs:
+            assert sum(lengths[i] for i in members) <= 50 or len(members) == 1
+
+
+def test_no_more_packs_than_long_samples_need() -> None:
+    assert deal([100] * 5, 50, 1) == [[0], [1], [2], [3], [4]]
+    assert deal([100] * 5, 50, 2)[5] == []
+
+
+def test_a_rank_without_samples_repeats_the_shortest_one(store: FeatureStore) -> None:
+    ranks = [Batches(store, list(range(30)), data_config(samples_per_step=3), rank, 4) for rank in range(4)]
+    batches = [each.load(Position()) for each in ranks]
+    assert [batch.has_filler for batch in batches] == [False, False, False, True]
+    lengths = [pack.input_ids.numel() for batch in batches for pack in batch.packs]
+    assert lengths[3] == min(lengths[:3])
+    assert batches[0].num_tokens == sum(lengths[:3])
+
+
+def test_every_rank_gets_work_while_there_is_some() -> None:
+    assert sorted(map(len, deal([10] * 8, 8192, 8))) == [1] * 8
+    assert sorted(map(len, deal([10, 20], 8192, 4))) == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("mask", "counted"),
+    [([0, 1, 1], True), ([1, 1, 0], False), ([0, 1, 0, 1, 0], False), ([0, 0, 0], False), ([1, 1, 1], True)],
+)
+def test_a_counted_row_needs_two_supervised_tokens_after_the_first(mask: list[int], counted: bool) -> None:
+    assert has_counted_row(torch.tensor(mask, dtype=torch.bool)) is counted
+
+
+def test_long_samples_are_left_out_and_counted(store: FeatureStore) -> None:
+    lengths = [entry.num_tokens for entry in store.entries]
+    usable = usable_samples(store, range(len(store)), max_tokens=17)
+    assert usable.num_too_long == sum(length > 17 for length in lengths) > 0
+    assert usable.num_uncounted == 0
+    assert len(usable.indices) == len(store) - usable.num_too_long
+
+
+def test_no_sample_is_an_error(store: FeatureStore) -> None:
+    with pytest.raises(UserError, match="must hold samples to train on, got none of its 30"):
+        Batches(store, [], data_config(), 0, 1)

@@ -1,0 +1,135 @@
+"""Whole checkpoints or none, and refusals that name what differs."""
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_training import tiny_config, write_target_and_store
+
+from eagle3.config import OptimizerConfig, RunConfig, TrainConfig, UserError
+from eagle3.features.store import FeatureStore
+from eagle3.training.batches import Position
+from eagle3.training.checkpoints import (
+    STATE_NAME,
+    TENSORS_NAME,
+    TrainState,
+    check_same_run,
+    digest_store,
+    initial_state,
+    maths_of,
+    newest_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+)
+
+CONFIG = tiny_config(Path("store"), Path("target"), Path("run"))
+STATE = TrainState(maths=maths_of(CONFIG), store_digest="d0", step=100, position=Position(2, 15), best_tau=1.0 / 3)
+TENSORS = {"master.fc.weight": torch.arange(6.0).view(2, 3), "exp_avg.fc.weight": torch.full((2, 3), 1e-20)}
+
+
+def at(step: int) -> TrainState:
+    return dataclasses.replace(STATE, step=step)
+
+
+def test_a_checkpoint_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, TENSORS, STATE)
+    assert path == tmp_path / "step-000100"
+    assert [each.name for each in tmp_path.iterdir()] == ["step-000100"]
+    found = newest_checkpoint(tmp_path)
+    assert found is not None
+    assert found.state == STATE
+    with found.open_tensors() as tensors:
+        assert all(torch.equal(tensors.get_tensor(name), tensor) for name, tensor in TENSORS.items())
+
+
+@pytest.mark.parametrize("damage", ["cut tensors", "no tensors", "cut state", "no state", "temporary"])
+def test_a_half_written_checkpoint_is_passed_over(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_checkpoint(tmp_path, TENSORS, at(100))
+    path = save_checkpoint(tmp_path, TENSORS, at(200))
+    name = TENSORS_NAME if "tensors" in damage else STATE_NAME
+    if damage.startswith("cut"):
+        (path / name).write_bytes((path / name).read_bytes()[:-10])
+    elif damage == "temporary":
+        path.rename(tmp_path / ".step-000200.tmp")
+    else:
+        (path / name).unlink()
+    with caplog.at_level(logging.WARNING):
+        found = newest_checkpoint(tmp_path)
+    assert found is not None
+    assert found.state.step == 100
+    assert damage == "temporary" or "step-000200 is passed over, it is not whole" in caplog.text
+    save_checkpoint(tmp_path, TENSORS, at(200))  # the step is reached again
+    found = newest_checkpoint(tmp_path)
+    assert found is not None
+    assert found.state.step == 200
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["step-000100", "step-000200"]
+
+
+def test_the_last_ones_and_the_best_are_kept(tmp_path: Path) -> None:
+    for step in (5, 10, 15, 20, 1_000_000):
+        save_checkpoint(tmp_path, TENSORS, at(step))
+    prune_checkpoints(tmp_path, keep_last=2, best_step=10)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["step-000010", "step-000020", "step-1000000"]
+    assert newest_checkpoint(tmp_path) is not None
+
+
+def test_no_checkpoint_is_none(tmp_path: Path) -> None:
+    assert newest_checkpoint(tmp_path) is None
+
+
+def resumed_with(config: TrainConfig, tmp_path: Path, store_digest: str = "d0") -> None:
+    save_checkpoint(tmp_path, TENSORS, STATE)
+    found = newest_checkpoint(tmp_path)
+    assert found is not None
+    check_same_run(found, TrainState(maths=maths_of(config), store_digest=store_digest))
+
+
+def test_other_maths_are_refused_by_name(tmp_path: Path) -> None:
+    changed = dataclasses.replace(
+        CONFIG,
+        optimizer=OptimizerConfig(learning_rate=3e-4, weight_decay=0.01),
+        data=dataclasses.replace(CONFIG.data, samples_per_step=6),
+    )
+    with pytest.raises(UserError) as caught:
+        resumed_with(changed, tmp_path)
+    message = str(caught.value)
+    assert "optimizer.learning_rate must be 0.01, got 0.0003" in message
+    assert "data.samples_per_step must be 5, got 6" in message
+    assert "run.resume=never" in message
+    assert "weight_decay" not in message
+
+
+def test_another_store_is_refused_by_digest(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="the store's digest must be d0, got d1"):
+        resumed_with(CONFIG, tmp_path, store_digest="d1")
+
+
+def test_what_does_not_change_the_maths_may_change(tmp_path: Path) -> None:
+    run = RunConfig(
+        dir="elsewhere", resume="auto", epochs=10, max_steps=10, save_every=1, validate_every=2, log_every=3,
+        keep_last=4, mixed_precision="no", deepspeed="zero2", deterministic=True,
+    )  # fmt: skip
+    data = dataclasses.replace(CONFIG.data, path="moved", batch_tokens=17)
+    resumed_with(dataclasses.replace(CONFIG, run=run, data=data), tmp_path)
+
+
+def test_a_store_has_another_digest_once_it_grows(tmp_path: Path) -> None:
+    target, path = write_target_and_store(tmp_path)
+    store = FeatureStore(path)
+    digest = digest_store(store)
+    assert initial_state(tiny_config(path, target, tmp_path / "run"), store).store_digest == digest
+    assert digest_store(FeatureStore(path)) == digest
+    store.entries = store.entries[:-1]
+    assert digest_store(store) != digest
+
+
+def test_state_is_readable_json(tmp_path: Path) -> None:
+    values = json.loads((save_checkpoint(tmp_path, TENSORS, STATE) / STATE_NAME).read_text())
+    assert values["step"] == 100
+    assert values["position"] == {"epoch": 2, "num_taken": 15}
+    assert values["maths"]["optimizer.learning_rate"] == 0.01

@@ -1,0 +1,111 @@
+"""Masters are fp32, states come and go whole, and a gradient that is not finite changes nothing."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from tiny_training import tiny_config, write_target_and_store
+
+from eagle3.config import TrainConfig
+from eagle3.training.batches import Batches, Position, StepBatch
+from eagle3.training.distributed import start
+from eagle3.training.engine import Engine, TTTModule
+from eagle3.training.inputs import Inputs, load_inputs
+from eagle3.training.optimizer_step import take_step
+from eagle3.training.validation import validate
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    directory = tmp_path_factory.mktemp("engine")
+    target, store = write_target_and_store(directory)
+    return tiny_config(store, target, directory / "run")
+
+
+def make_engine(config: TrainConfig, *, bf16: bool = False) -> tuple[Engine, Inputs, StepBatch]:
+    inputs = load_inputs(config)
+    accelerator, world = start(config)
+    target = inputs.target.to(world.device, torch.bfloat16 if bf16 else torch.float32)
+    engine = Engine(config, accelerator, world, TTTModule(inputs.drafter, target, config.objective, bf16))
+    batch = Batches(inputs.store, inputs.train_indices, config.data, 0, 1).load(Position())
+    return engine, inputs, batch
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_masters_and_moments_are_fp32(base: TrainConfig, bf16: bool) -> None:
+    engine, _, batch = make_engine(base, bf16=bf16)
+    result = take_step(engine, batch, learning_rate=1e-3)
+    assert math.isfinite(result.grad_norm)
+    state = engine.read_state()
+    names = [name for name, _ in engine.module.drafter.named_parameters()]
+    assert sorted(state) == sorted(f"{kind}.{name}" for kind in ("master", "exp_avg", "exp_avg_sq") for name in names)
+    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+
+
+def test_masters_in_bf16_are_refused(base: TrainConfig) -> None:
+    inputs = load_inputs(base)
+    accelerator, world = start(base)
+    module = TTTModule(inputs.drafter.bfloat16(), inputs.target, base.objective, bf16=True)
+    with pytest.raises(AssertionError, match=r"master weights must be fp32, got \{torch\.bfloat16\}"):
+        Engine(base, accelerator, world, module)
+
+
+def test_small_updates_do_not_vanish_under_autocast(base: TrainConfig) -> None:
+    engine, inputs, batch = make_engine(base, bf16=True)
+    before = inputs.drafter.lm_head.weight.clone()
+    take_step(engine, batch, learning_rate=1e-6)  # far below a bf16 step of weights near 0.1
+    changed = inputs.drafter.lm_head.weight != before
+    assert changed.float().mean() > 0.5
+
+
+def test_a_state_goes_into_another_engine_bit_for_bit(base: TrainConfig) -> None:
+    first, _, batch = make_engine(base)
+    for _ in range(2):
+        take_step(first, batch, learning_rate=1e-3)
+    state = first.read_state()
+    second, _, _ = make_engine(dataclasses.replace(base, run=dataclasses.replace(base.run, seed=5)))
+    second.load_state(state.__getitem__, num_steps=2)
+    for engine in (first, second):
+        take_step(engine, batch, learning_rate=1e-3)
+    ours, theirs = first.read_state(), second.read_state()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(base: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, inputs, batch = make_engine(base)
+    take_step(engine, batch, learning_rate=1e-3)
+    before = engine.read_state()
+    # A loss that is finite over a gradient that is not: only the head's gradient is spoilt.
+    inputs.drafter.lm_head.weight.register_hook(lambda grad: grad * math.inf)
+    with pytest.raises(FloatingPointError, match=r"the gradient must be finite, got a norm of (nan|inf) though every"):
+        take_step(engine, batch, learning_rate=1e-3)
+    assert all(torch.equal(before[name], tensor) for name, tensor in engine.read_state().items())
+
+
+def test_gradients_are_clipped_by_their_global_norm(base: TrainConfig) -> None:
+    clipped = dataclasses.replace(base, optimizer=dataclasses.replace(base.optimizer, max_grad_norm=1e-3))
+    norms, moments = [], []
+    for config in (base, clipped):
+        engine, _, batch = make_engine(config)
+        norms.append(take_step(engine, batch, learning_rate=1e-3).grad_norm)
+        state = engine.read_state()
+        moments.append(math.sqrt(sum(float(t.square().sum()) for n, t in state.items() if n.startswith("exp_avg."))))
+    assert norms[0] == norms[1] > 1  # what is logged is the norm before clipping
+    # After one step the first moment is 0.1 of the clipped gradient. rtol: torch clips to max_norm / (norm + 1e-6).
+    assert moments == pytest.approx([0.1, 0.1 * 1e-3], rel=1e-4)
+
+
+def test_held_out_tau_does_not_depend_on_how_samples_are_packed(base: TrainConfig) -> None:
+    engine, inputs, batch = make_engine(base)
+    for _ in range(4):
+        take_step(engine, batch, learning_rate=1e-2)
+    found = [
+        validate(engine.module, inputs.store, inputs.held_out_indices, batch_tokens=batch_tokens, world=engine.world)
+        for batch_tokens in (20, 1000)
+    ]
+    assert found[0].acceptance == found[1].acceptance
+    assert found[0].acceptance.tau > 1.0
+    # fp64 sums of fp32 rows that other kernels made of other shapes
+    torch.testing.assert_close(found[0].sums.cross_entropy, found[1].sums.cross_entropy, rtol=1e-6, atol=0)
+    assert torch.equal(found[0].sums.num_counted, found[1].sums.num_counted)

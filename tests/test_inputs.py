@@ -1,0 +1,113 @@
+"""Store, target and config belong together, or an error names both sides."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import random_sample, write_tiny_target
+from tiny_training import tiny_config, write_target_and_store
+
+from eagle3.config import TrainConfig, UserError
+from eagle3.draft.target_weights import load_target_config, load_target_weights
+from eagle3.features.store import FeatureStore, FeatureWriter
+from eagle3.training.inputs import end_token_ids, load_inputs
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    directory = tmp_path_factory.mktemp("inputs")
+    target, store = write_target_and_store(directory)
+    return tiny_config(store, target, directory / "run")
+
+
+def with_target(config: TrainConfig, **changes: Any) -> TrainConfig:
+    return dataclasses.replace(config, target=dataclasses.replace(config.target, **changes))
+
+
+def with_data(config: TrainConfig, **changes: Any) -> TrainConfig:
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, **changes))
+
+
+def test_the_drafter_starts_from_the_target_and_the_training_answers(base: TrainConfig) -> None:
+    inputs = load_inputs(base)
+    store, weights = inputs.store, load_target_weights(Path(base.target.path))
+    assert sorted(inputs.train_indices + inputs.held_out_indices) == list(range(len(store)))
+    drafted = inputs.drafter.target_ids
+    counts = store.token_counts(inputs.train_indices)
+    assert set(counts.nonzero().flatten().tolist()) <= set(drafted.tolist())
+    assert 2 in drafted.tolist()  # the end of a turn, though these answers never use it
+    assert torch.equal(inputs.drafter.lm_head.weight, weights.lm_head[drafted])
+    assert torch.equal(inputs.drafter.norm.weight, weights.norm)
+
+
+def test_the_same_seed_makes_the_same_drafter(base: TrainConfig) -> None:
+    first, second = (load_inputs(base).drafter.state_dict() for _ in range(2))
+    other = load_inputs(dataclasses.replace(base, run=dataclasses.replace(base.run, seed=1))).drafter.state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["fc.weight"], other["fc.weight"])
+
+
+def test_other_layers_are_refused_with_both_lists(base: TrainConfig) -> None:
+    with pytest.raises(UserError, match=r"capture_layers must be \(2, 4, 5\), as captured from .*, got \(1, 4, 5\)"):
+        load_inputs(with_target(base, capture_layers=[1, 4, 5]))
+
+
+def test_the_default_layers_are_compared_too(base: TrainConfig) -> None:
+    load_inputs(with_target(base, capture_layers=None))  # [2, 8 // 2, 8 - 3]
+
+
+def test_another_target_is_refused_with_both_digests(base: TrainConfig, tmp_path: Path) -> None:
+    other = write_tiny_target(tmp_path / "other", seed=1, rms_norm_eps=1e-6)
+    manifest = FeatureStore(Path(base.data.path)).manifest
+    with pytest.raises(UserError) as caught:
+        load_inputs(with_target(base, path=str(other)))
+    message = str(caught.value)
+    assert f"target_config_digest must be '{manifest.target_config_digest}'" in message
+    assert f"target_revision must be '{manifest.target_revision}'" in message
+    assert "tokenizer_digest" not in message  # the two share it
+    assert "change target.path or target.capture_layers, or capture a new store" in message
+
+
+def test_another_tokenizer_is_refused(base: TrainConfig, tmp_path: Path) -> None:
+    target, store = write_target_and_store(tmp_path)
+    tokenizer = json.loads((target / "tokenizer.json").read_text())
+    tokenizer["added_tokens"][0]["content"] = "<|other|>"
+    tokenizer["model"]["vocab"]["<|other|>"] = tokenizer["model"]["vocab"].pop("<|endoftext|>")
+    (target / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(UserError, match="tokenizer_digest must be '"):
+        load_inputs(with_data(with_target(base, path=str(target)), path=str(store)))
+
+
+@pytest.mark.parametrize(("share", "name"), [(0.0, "held-out"), (1.0, "training")])
+def test_nothing_to_train_or_validate_on_is_an_error(base: TrainConfig, share: float, name: str) -> None:
+    with pytest.raises(UserError, match=rf"the store must leave {name} samples, got none of its 30 with data\.held"):
+        load_inputs(with_data(base, held_out_share=share))
+
+
+def test_samples_left_out_are_counted(base: TrainConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    manifest = FeatureStore(Path(base.data.path)).manifest
+    with FeatureWriter(tmp_path / "store", manifest, shard_bytes=2**20) as writer:
+        for number in range(12):
+            writer.write(random_sample(f"ok{number}", [0, 1, 1]))
+        writer.write(random_sample("long", [0] + [1] * 40))
+        writer.write(random_sample("one-token answers", [0, 1, 0, 1]))
+    with caplog.at_level("INFO"):
+        inputs = load_inputs(with_data(base, path=str(tmp_path / "store"), max_tokens=40, held_out_share=0.3))
+    names = {inputs.store.entries[index].sample_id for index in inputs.train_indices + inputs.held_out_indices}
+    assert names == {f"ok{number}" for number in range(12)}
+    left_out = [record.args[1::2] for record in caplog.records if "left out" in record.message]  # type: ignore[index]
+    assert len(left_out) == 2
+    assert "1 longer than data.max_tokens=40" in caplog.text
+    assert "1 without two supervised tokens in a row" in caplog.text
+
+
+def test_end_tokens_come_from_both_configs(tmp_path: Path) -> None:
+    target = write_tiny_target(tmp_path / "target", eos_token_id=[2, 7])
+    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
+    assert end_token_ids(target, load_target_config(target)) == [2, 5, 7]
+    (target / "generation_config.json").unlink()
+    assert end_token_ids(target, load_target_config(target)) == [2, 7]
+    assert end_token_ids(target, {"eos_token_id": None}) == []

@@ -1,0 +1,253 @@
+"""One large batch = micro-steps = ranks = DeepSpeed; a killed run ends as an undisturbed one; the best tau is kept."""
+
+import dataclasses
+import json
+import logging
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors import safe_open
+from tiny_training import tiny_config, write_target_and_store
+from torch import Tensor
+
+from eagle3.config import TrainConfig, UserError, config_to_dict
+from eagle3.draft.export import load_drafter
+from eagle3.draft.target_weights import load_target_config
+from eagle3.training import trainer
+from eagle3.training.batches import StepBatch
+from eagle3.training.engine import Engine
+from eagle3.training.optimizer_step import StepResult, take_step
+from eagle3.training.trainer import train
+from eagle3.training.validation import Validation, validate
+
+ROOT = Path(__file__).resolve().parent.parent
+WORKER = Path(__file__).with_name("launched_training.py")
+LAUNCH = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+TWO_RANKS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+STEPS = 6
+
+# fp32 sums in another order, of each tensor's largest element: 2e-6 was the most that six steps made of it.
+TOLERANCE = 1e-5
+LOSS_TOLERANCE = 1e-6  # relative; 1e-7 was seen
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    """Settings of six steps; samples of 14 to 20 tokens, five in a step."""
+    directory = tmp_path_factory.mktemp("training")
+    target, store = write_target_and_store(directory)
+    config = tiny_config(store, target, directory / "run")
+    return with_run(config, max_steps=STEPS, save_every=3, validate_every=3, keep_last=9)
+
+
+def with_run(config: TrainConfig, **changes: Any) -> TrainConfig:
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, **changes))
+
+
+def with_batch_tokens(config: TrainConfig, batch_tokens: int) -> TrainConfig:
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, batch_tokens=batch_tokens))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(base: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one process with one large batch a step."""
+    return train(with_run(base, dir=str(tmp_path_factory.mktemp("one") / "run")))
+
+
+def state_of(run_dir: Path, step: int = STEPS) -> dict[str, Tensor]:
+    with safe_open(run_dir / f"step-{step:06d}" / "state.safetensors", framework="pt") as tensors:
+        return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 - no dict
+
+
+def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_same_training(run_dir: Path, reference: Path) -> None:
+    """Compares masters, moments, and every loss and tau of two runs."""
+    state, wanted = state_of(run_dir), state_of(reference)
+    assert state.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        difference = float((state[name] - tensor).abs().max() / tensor.abs().max())
+        assert difference < TOLERANCE, (name, difference)
+    for line, wanted_line in zip(metrics_of(run_dir), metrics_of(reference), strict=True):
+        assert line.keys() == wanted_line.keys()
+        for name in ("step", "loss", "grad_norm", "held_out/loss", "held_out/tau"):
+            if name in wanted_line:
+                assert line[name] == pytest.approx(wanted_line[name], rel=LOSS_TOLERANCE), (line["step"], name)
+
+
+def launch(
+    command: list[str], config: TrainConfig, directory: Path, *arguments: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command on `config`, away from any accelerator and from other tests' ports."""
+    path = directory / "config.yaml"
+    path.write_text(yaml.safe_dump(config_to_dict(config)))
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{WORKER.parent}", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*command, *(str(path) if each == "CONFIG" else each for each in arguments)],
+        env=env, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+
+
+def launch_worker(command: list[str], config: TrainConfig, directory: Path, *arguments: str) -> list[dict[str, Any]]:
+    """Runs launched_training.py and returns each rank's facts."""
+    done = launch([*command, str(WORKER)], config, directory, "CONFIG", str(directory), *arguments)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(path.read_text()) for path in sorted(directory.glob("rank*.json"))]
+
+
+def test_a_run_leaves_everything_behind(base: TrainConfig, undisturbed: Path) -> None:
+    assert sorted(path.name for path in undisturbed.iterdir()) == [
+        "drafter", "metrics.jsonl", "run.json", "step-000003", "step-000006",
+    ]  # fmt: skip
+    lines = metrics_of(undisturbed)
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 3, 4, 5, 6, 6]
+    assert lines[0]["tau_untrained"] == lines[0]["held_out/tau"]
+    assert lines[-2]["loss"] < 0.5 * lines[1]["loss"]
+    assert len(lines[1]["top1"]) == len(lines[1]["acceptance"]) == base.objective.ttt_steps
+    (session,) = json.loads((undisturbed / "run.json").read_text())["sessions"]
+    assert session["setup"] == "one process"
+    assert session["seeds"] == {"run": 0, "data": 0}
+    assert session["config"]["optimizer"]["learning_rate"] == 1e-2
+    assert session["store"]["manifest"]["engine"] == "transformers"
+
+
+def test_the_exported_drafter_is_the_best_one(
+    base: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taus = iter([9.0, 1.5, 1.7, 1.6, 1.7, 1.2, 1.1])  # of steps 0 to 6; the first is the untrained drafter's
+
+    def validate_as_told(*arguments: Any, **settings: Any) -> Validation:
+        found = validate(*arguments, **settings)
+        return dataclasses.replace(found, acceptance=dataclasses.replace(found.acceptance, tau=next(taus)))
+
+    monkeypatch.setattr(trainer, "validate", validate_as_told)
+    run_dir = train(with_run(base, dir=str(tmp_path / "run"), validate_every=1, save_every=6, keep_last=1))
+    assert sorted(path.name for path in run_dir.glob("step-*")) == ["step-000002", "step-000006"]
+    state = json.loads((run_dir / "step-000006" / "state.json").read_text())
+    assert (state["best_tau"], state["best_step"], state["tau_untrained"]) == (1.7, 2, 9.0)
+    best = state_of(run_dir, 2)
+    exported = dict(load_drafter(run_dir / "drafter", load_target_config(Path(base.target.path))).named_parameters())
+    for name, parameter in exported.items():
+        assert torch.equal(parameter, best[f"master.{name}"].bfloat16().float()), name
+    card = (run_dir / "drafter" / "README.md").read_text()
+    assert "**1.700**" in card
+    assert "The untrained drafter has 9.000." in card
+    assert '"learning_rate": 0.01' in card
+
+
+def test_a_complete_run_is_not_trained_again(
+    base: TrainConfig, undisturbed: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = (undisturbed / "metrics.jsonl").read_bytes()
+    with caplog.at_level(logging.INFO):
+        assert train(with_run(base, dir=str(undisturbed), resume="auto")) == undisturbed
+    assert "is complete: 6 of 6 steps" in caplog.text
+    assert (undisturbed / "metrics.jsonl").read_bytes() == before
+
+
+def test_other_maths_are_not_resumed(base: TrainConfig, undisturbed: Path) -> None:
+    changed = dataclasses.replace(base, optimizer=dataclasses.replace(base.optimizer, learning_rate=3e-3))
+    with pytest.raises(UserError, match=r"optimizer\.learning_rate must be 0\.01, got 0\.003"):
+        train(with_run(changed, resume=str(undisturbed)))
+
+
+def test_a_run_without_a_checkpoint_is_begun_anew_beside_it(base: TrainConfig, tmp_path: Path) -> None:
+    config = with_run(base, dir=str(tmp_path / "run"), max_steps=1)
+    first = train(config)
+    shutil.rmtree(first / "step-000001")
+    assert train(with_run(config, resume="auto")) == tmp_path / "run-2"
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_update(
+    base: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Engine] = []
+
+    def take_poisoned_step(engine: Engine, batch: StepBatch, **settings: Any) -> StepResult:
+        seen.append(engine)
+        if len(seen) == 4:
+            batch.packs[1].aux_hidden_states[3] = math.nan
+        return take_step(engine, batch, **settings)
+
+    monkeypatch.setattr(trainer, "take_step", take_poisoned_step)
+    with pytest.raises(FloatingPointError) as caught:
+        train(with_batch_tokens(with_run(base, dir=str(tmp_path / "run")), 20))
+    message = str(caught.value)
+    assert "the loss must be finite, got nan in 1 of 5 micro-batches; no update was made" in message
+    poisoned = [name for name in message.split("'")[1::2] if name.startswith("s")]
+    assert len(poisoned) == 1
+    saved = state_of(tmp_path / "run", 3)
+    assert all(torch.equal(saved[name], tensor) for name, tensor in seen[0].read_state().items())
+
+
+def test_one_large_batch_equals_five_micro_steps(base: TrainConfig, undisturbed: Path, tmp_path: Path) -> None:
+    many = with_batch_tokens(with_run(base, dir=str(tmp_path / "run")), 20)
+    assert_same_training(train(many), undisturbed)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_one_large_batch_equals_two_ranks_with_deepspeed(
+    base: TrainConfig, undisturbed: Path, tmp_path: Path, stage: int
+) -> None:
+    """Three micro-steps a rank, the last of them empty on one rank."""
+    config = with_batch_tokens(with_run(base, dir=str(tmp_path / "run"), deepspeed=f"zero{stage}"), 20)
+    facts = launch_worker(TWO_RANKS, config, tmp_path)
+    assert [each["setup"] for each in facts] == [f"DeepSpeed ZeRO-{stage} over 2 ranks"] * 2
+    assert [each["global_steps"] for each in facts] == [STEPS] * 2
+    assert_same_training(tmp_path / "run", undisturbed)
+
+    # Its checkpoint in the middle is a plain one: a single process goes on from it without DeepSpeed.
+    shutil.rmtree(tmp_path / "run" / f"step-{STEPS:06d}")
+    resumed = train(with_run(config, deepspeed=None, resume=str(tmp_path / "run")))
+    assert_same_training(resumed, undisturbed)
+
+
+def test_two_ranks_stop_together_and_deepspeed_goes_on_alone(
+    base: TrainConfig, undisturbed: Path, tmp_path: Path
+) -> None:
+    """SIGTERM reaches one of two DDP ranks; train.py as typed, with DeepSpeed and one process, finishes the run."""
+    config = with_batch_tokens(with_run(base, dir=str(tmp_path / "run")), 20)
+    facts = launch_worker(TWO_RANKS, config, tmp_path, "--send", str(int(signal.SIGTERM)), "1", "4")
+    assert [(each["setup"], each["wrapper"]) for each in facts] == [("DDP over 2 ranks", "DistributedDataParallel")] * 2
+    stopped_after = facts[0]["num_steps"]
+    assert 4 <= stopped_after < STEPS
+    assert (tmp_path / "run" / f"step-{stopped_after:06d}").is_dir()
+
+    typed = ["train.py", "--config", "CONFIG", "run.deepspeed=zero2", "run.resume=auto"]
+    done = launch(LAUNCH, config, tmp_path, *typed)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "DeepSpeed ZeRO-2 over 1 rank on cpu, fp32" in done.stderr
+    assert f"resumed {tmp_path / 'run' / f'step-{stopped_after:06d}'}" in done.stderr
+    assert_same_training(tmp_path / "run", undisturbed)
+
+
+def test_a_killed_run_ends_bit_for_bit_as_an_undisturbed_one(
+    base: TrainConfig, undisturbed: Path, tmp_path: Path
+) -> None:
+    config = with_run(base, dir=str(tmp_path / "run"))
+    arguments = ["CONFIG", str(tmp_path), "--send", str(int(signal.SIGKILL)), "0", "5"]
+    killed = launch([sys.executable, str(WORKER)], config, tmp_path, *arguments)
+    assert killed.returncode == -signal.SIGKILL
+    assert max(line["step"] for line in metrics_of(tmp_path / "run")) == 4  # one step past the checkpoint
+    resumed = train(with_run(config, resume="auto"))
+    assert resumed == tmp_path / "run"
+    for step in (3, STEPS):
+        state, wanted = state_of(resumed, step), state_of(undisturbed, step)
+        assert all(torch.equal(state[name], wanted[name]) for name in wanted), step
+    assert (resumed / "drafter/model.safetensors").read_bytes() == (
+        undisturbed / "drafter/model.safetensors"
+    ).read_bytes()
+    steps = [(line["step"], line.get("loss")) for line in metrics_of(resumed)]
+    assert steps == [(line["step"], line.get("loss")) for line in metrics_of(undisturbed)]
+    assert len(json.loads((resumed / "run.json").read_text())["sessions"]) == 2

@@ -6,6 +6,7 @@ probabilities are those of a softmax that forgot the chain.
 """
 
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -47,14 +48,10 @@ class _ChainAttention(torch.autograd.Function):
         with torch.autocast(query.device.type, enabled=False):
             query_at_tokens = _scatter(query, rows, keys.shape[0])
             context, context_lse = _context_forward(query_at_tokens, keys, values, document_lengths)
-            context, context_lse = context[rows], context_lse[rows]  # (R, n_q, d), (R, n_q)
             if own_keys.shape[1]:
-                scores = _own_scores(query, own_keys)  # (R, n_q, C)
-                lse = torch.cat([context_lse[..., None], scores], dim=-1).logsumexp(-1)  # (R, n_q)
-                own = _sum_over_chain((scores - lse[..., None]).exp(), own_values)
-                output = ((context_lse - lse).exp()[..., None] * context + own).to(query.dtype)
+                output, lse = _merge_chain(query, own_keys, own_values, rows, context, context_lse)
             else:
-                lse, output = context_lse, context
+                output, lse = context[rows], context_lse[rows]  # (R, n_q, d), (R, n_q)
         ctx.save_for_backward(query, keys, values, own_keys, own_values, rows, output, lse)
         ctx.document_lengths = document_lengths
         return output
@@ -75,16 +72,59 @@ class _ChainAttention(torch.autograd.Function):
                 values,
                 ctx.document_lengths,
             )
-            grad_query = grad_query[rows]
-            grad_own_keys, grad_own_values = torch.zeros_like(own_keys), torch.zeros_like(own_values)
             if own_keys.shape[1]:
-                probs = (_own_scores(query, own_keys) - lse[..., None]).exp()  # (R, n_q, C)
-                delta = _dot(grad, output)[..., None]  # (R, n_q, 1)
-                grad_scores = probs * (_own_dots(grad, own_values) - delta) * query.shape[-1] ** -0.5
-                grad_query = (grad_query + _sum_over_chain(grad_scores, own_keys)).to(query.dtype)
-                grad_own_keys = _sum_over_group(grad_scores, query, own_keys)
-                grad_own_values = _sum_over_group(probs, grad, own_values)
+                grad_query, grad_own_keys, grad_own_values = _merge_chain_backward(
+                    grad, query, own_keys, own_values, output, lse, rows, grad_query
+                )
+            else:
+                grad_query = grad_query[rows]
+                grad_own_keys, grad_own_values = torch.zeros_like(own_keys), torch.zeros_like(own_values)
         return grad_query, grad_keys, grad_values, grad_own_keys, grad_own_values, None, None
+
+
+def _merge_chain(
+    query: Tensor,  # (R, n_q, d)
+    own_keys: Tensor,  # (R, C, n_kv, d)
+    own_values: Tensor,  # (R, C, n_kv, d)
+    rows: Tensor,  # (R,)
+    context: Tensor,  # (T, n_q, d)
+    context_lse: Tensor,  # (T, n_q)
+) -> tuple[Tensor, Tensor]:  # (R, n_q, d), (R, n_q)
+    """Adds each row's own chain to its attention over the context."""
+    if query.is_cuda:
+        return _kernels().merge_chain(query, own_keys, own_values, rows, context, context_lse)
+    context, context_lse = context[rows], context_lse[rows]  # (R, n_q, d), (R, n_q)
+    scores = _own_scores(query, own_keys)  # (R, n_q, C)
+    lse = torch.cat([context_lse[..., None], scores], dim=-1).logsumexp(-1)  # (R, n_q)
+    own = _sum_over_chain((scores - lse[..., None]).exp(), own_values)
+    return ((context_lse - lse).exp()[..., None] * context + own).to(query.dtype), lse
+
+
+def _merge_chain_backward(
+    grad: Tensor,  # (R, n_q, d)
+    query: Tensor,  # (R, n_q, d)
+    own_keys: Tensor,  # (R, C, n_kv, d)
+    own_values: Tensor,  # (R, C, n_kv, d)
+    output: Tensor,  # (R, n_q, d) merged
+    lse: Tensor,  # (R, n_q) merged
+    rows: Tensor,  # (R,)
+    context_grad_query: Tensor,  # (T, n_q, d) what the context's backward gave
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of the query, all of it, and of the own keys and values."""
+    if query.is_cuda:
+        return _kernels().merge_chain_backward(grad, query, own_keys, own_values, output, lse, rows, context_grad_query)
+    probs = (_own_scores(query, own_keys) - lse[..., None]).exp()  # (R, n_q, C)
+    delta = _dot(grad, output)[..., None]  # (R, n_q, 1)
+    grad_scores = probs * (_own_dots(grad, own_values) - delta) * query.shape[-1] ** -0.5
+    grad_query = (context_grad_query[rows] + _sum_over_chain(grad_scores, own_keys)).to(query.dtype)
+    return grad_query, _sum_over_group(grad_scores, query, own_keys), _sum_over_group(probs, grad, own_values)
+
+
+def _kernels() -> ModuleType:
+    # triton comes with the CUDA builds of torch alone.
+    from eagle3.draft import kernels
+
+    return kernels
 
 
 def _scatter(rows_of: Tensor, rows: Tensor, num_tokens: int) -> Tensor:  # (R, ...) -> (T, ...)

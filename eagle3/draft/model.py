@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from eagle3.config import UserError
+from eagle3.draft.fusion import add_rms_norm, joined_rms_norms, rms_norm, rotate, swiglu
 
 # Their tables do not depend on the sequence's length, so that packing and serving read the same ones.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -94,9 +94,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden_states: Tensor) -> Tensor:  # (..., size) -> (..., size)
-        wide = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (normed * self.weight).to(hidden_states.dtype)
+        return rms_norm(hidden_states, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -122,7 +120,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, hidden_states: Tensor) -> Tensor:  # (N, D) -> (N, D)
-        return self.down_proj(F.silu(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+        return self.down_proj(swiglu(self.gate_proj(hidden_states), self.up_proj(hidden_states)))
 
 
 class DraftLayer(nn.Module):
@@ -198,9 +196,10 @@ class Eagle3Drafter(nn.Module):
 
     def attention_input(self, embeds: Tensor, hidden_states: Tensor) -> Tensor:  # (N, D), (N, D) -> (N, 2D)
         """Joins the next token's embedding and the hidden state, each with its own norm."""
-        embeds = embeds.to(hidden_states.dtype)
         layer = self.midlayer
-        return torch.cat([layer.input_layernorm(embeds), layer.hidden_norm(hidden_states)], dim=-1)
+        return joined_rms_norms(
+            embeds, hidden_states, layer.input_layernorm.weight, layer.hidden_norm.weight, self.config.rms_norm_eps
+        )
 
     def queries(self, attention_input: Tensor, positions: Tensor) -> Tensor:  # (N, 2D), (N,) -> (N, n_q, d)
         """Projects and rotates queries."""
@@ -223,8 +222,10 @@ class Eagle3Drafter(nn.Module):
     def finish(self, hidden_states: Tensor, attention_output: Tensor) -> Tensor:  # (N, D), (N, n_q, d) -> (N, D)
         """Completes the layer after the attention; returns its output before the final norm."""
         layer = self.midlayer
-        hidden_states = hidden_states + layer.self_attn.o_proj(attention_output.flatten(-2))
-        return hidden_states + layer.mlp(layer.post_attention_layernorm(hidden_states))
+        update = layer.self_attn.o_proj(attention_output.flatten(-2))
+        norm = layer.post_attention_layernorm
+        hidden_states, normed = add_rms_norm(hidden_states, update, norm.weight, norm.eps)
+        return hidden_states + layer.mlp(normed)
 
     def feedback(self, output: Tensor) -> Tensor:  # (N, D) -> (N, D)
         """Makes the hidden state of the next step from a step's output."""
@@ -235,12 +236,7 @@ class Eagle3Drafter(nn.Module):
         return self.lm_head(self.norm(output))
 
     def _rotate(self, heads: Tensor, positions: Tensor) -> Tensor:  # (N, n, d), (N,) -> (N, n, d)
-        inv_freq = self.inv_freq_bits.view(torch.float32)
-        angles = positions.float()[:, None] * inv_freq  # (N, d/2); fp32: bf16 cannot tell position 300 from 301
-        cos = (angles.cos() * self.rope_scaling)[:, None]  # (N, 1, d/2)
-        sin = (angles.sin() * self.rope_scaling)[:, None]
-        first, second = heads.chunk(2, dim=-1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(heads.dtype)
+        return rotate(heads, positions, self.inv_freq_bits.view(torch.float32), self.rope_scaling)
 
 
 def _rotary_embedding(config: DrafterConfig) -> LlamaRotaryEmbedding:

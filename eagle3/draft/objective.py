@@ -17,9 +17,9 @@ from eagle3.draft.model import Eagle3Drafter
 from eagle3.draft.target_weights import TargetWeights, log_normaliser
 from eagle3.draft.ttt import DraftStep, PackedSequences, unroll
 
-# Elements of one (rows, W) tensor, of which about six exist at one time. On two CPU cores (W 4,096) 2**21 is fastest:
-# larger blocks cost page faults. A GPU needs rows by the thousand at W 32,000 to fill its matrix units.
-CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**25}
+# Elements of one (rows, W) tensor. On two CPU cores (W 4,096), where about six exist at one time, 2**21 is fastest:
+# larger blocks cost page faults. On a GPU there is one, in bf16; 8,192 rows at W 32,000 fill the matrix units.
+CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**28}
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,9 @@ class _Targets:
     recorded: tuple[Tensor, ...]  # K of (R_k,): the recorded token that each row predicts
     token_ids: Tensor  # (W,) the target token of each draft token
 
-    def distribution(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Returns the softmax over W (n, W) at target rows start..end, and the share of all mass it has (n, 1)."""
-        logits = _wide(self.last[start:end].to(self.head.dtype) @ self.head.T)  # (n, W)
-        share = (logits.logsumexp(-1) - self.logz[start:end]).exp()
-        return logits.softmax(-1), share[:, None]
+    def logits(self, start: int, end: int) -> Tensor:  # (n, W)
+        """Returns the target's logits on the draft vocabulary at target rows start..end."""
+        return self.last[start:end].to(self.head.dtype) @ self.head.T
 
 
 def _targets(
@@ -127,23 +125,22 @@ class _HeadLoss(torch.autograd.Function):
             of_chunk = torch.cat([index[rows] for index, rows in zip(targets.indices, chunk.rows, strict=True)])
             recorded = torch.cat([token[rows] for token, rows in zip(targets.recorded, chunk.rows, strict=True)])
             sizes = [rows.stop - rows.start for rows in chunk.rows]
-            probs, share = targets.distribution(chunk.start, chunk.end)  # (n, W), (n, 1)
-            probs, share = probs[of_chunk - chunk.start], share[of_chunk - chunk.start]  # (N, W), (N, 1)
-            logits = _wide(hidden @ draft_head.T)  # (N, W)
-            top1 = targets.token_ids[logits.argmax(-1)] == recorded
-            drafted = logits.softmax(-1)  # (N, W)
-            mass = torch.ones_like(share) if targets.renormalise else share  # what the target distribution sums to
-            cross_entropy = (logits.logsumexp(-1) - (probs * logits).sum(-1)) * mass[:, 0]
-            acceptance = torch.minimum(probs * share, drafted).sum(-1)
-            rows_of = torch.stack([cross_entropy, top1.to(cross_entropy), acceptance])  # (3, N)
+            target_logits = targets.logits(chunk.start, chunk.end)  # (n, W)
+            target_lse = _wide(target_logits).logsumexp(-1)  # (n,)
+            share = (target_lse - targets.logz[chunk.start : chunk.end]).exp()  # (n,) of the target's whole mass
+            at = of_chunk - chunk.start
+            # What the target distribution sums to.
+            mass = torch.ones_like(share)[at] if targets.renormalise else share[at]  # (N,)
+            row_weights = torch.cat([w.expand(size) for w, size in zip(step_weights, sizes, strict=True)]).to(mass)
+            grad_scale = mass * row_weights if with_gradient else None
+            scores = _score_rows(hidden @ draft_head.T, target_logits, target_lse, share, at, grad_scale)
+            top1 = targets.token_ids[scores.choice] == recorded
+            rows_of = torch.stack([scores.cross_entropy * mass, top1.to(mass), scores.acceptance])  # (3, N)
             sums += torch.stack([part.sum(-1, dtype=torch.float64) for part in rows_of.split(sizes, dim=1)], dim=1)
             if grad_weight is not None:
-                row_weights = torch.cat([w.expand(size) for w, size in zip(step_weights, sizes, strict=True)])
-                scale = mass * row_weights[:, None].to(mass)
-                grad_logits = drafted.sub_(probs).mul_(scale).to(draft_head.dtype)  # (N, W)
-                grad_weight += grad_logits.T @ hidden
-                parts = (grad_logits @ draft_head).split(sizes)  # K of (N_k, D)
-                for grad, rows, part in zip(grad_normed, chunk.rows, parts, strict=True):
+                grad_weight += scores.grad_logits.T @ hidden
+                grads = (scores.grad_logits @ draft_head).split(sizes)
+                for grad, rows, part in zip(grad_normed, chunk.rows, grads, strict=True):
                     grad[rows] = part.to(grad.dtype)
         if grad_weight is not None:
             ctx.save_for_backward(grad_weight.to(weight.dtype), *grad_normed)
@@ -155,6 +152,41 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         grad_weight, *grad_normed = ((grad * grad_loss).to(grad.dtype) for grad in ctx.saved_tensors)
         return grad_weight, None, None, None, *grad_normed
+
+
+@dataclass(frozen=True)
+class _RowScores:
+    """What N rows of draft logits are worth."""
+
+    cross_entropy: Tensor  # (N,) against the target's softmax over W
+    acceptance: Tensor  # (N,) 1 - TV against the target over V
+    choice: Tensor  # (N,) int64, the first choice among the draft tokens
+    grad_logits: Tensor  # (N, W) scaled; meaningless where no scale was given
+
+
+def _score_rows(
+    logits: Tensor,  # (N, W), may be overwritten
+    target_logits: Tensor,  # (n, W)
+    target_lse: Tensor,  # (n,)
+    share: Tensor,  # (n,)
+    at: Tensor,  # (N,) which target row each row is scored against
+    grad_scale: Tensor | None,  # (N,) what each row's gradient is multiplied by
+) -> _RowScores:
+    if logits.is_cuda:
+        # triton comes with the CUDA builds of torch alone.
+        from eagle3.draft import kernels
+
+        scores = kernels.score_rows(logits, target_logits, target_lse, share, at, grad_scale)
+        return _RowScores(*scores, grad_logits=logits)
+    probs = (_wide(target_logits) - target_lse[:, None]).exp()[at]  # (N, W)
+    wide = _wide(logits)  # (N, W)
+    drafted = wide.softmax(-1)
+    cross_entropy = wide.logsumexp(-1) - (probs * wide).sum(-1)
+    acceptance = torch.minimum(probs * share[at][:, None], drafted).sum(-1)
+    choice = wide.argmax(-1)
+    if grad_scale is not None:
+        drafted.sub_(probs).mul_(grad_scale[:, None])
+    return _RowScores(cross_entropy, acceptance, choice, drafted.to(logits.dtype))
 
 
 @dataclass(frozen=True)

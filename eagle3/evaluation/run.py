@@ -1,0 +1,146 @@
+"""One evaluation: its config checked, done here or against a server, written down."""
+
+import dataclasses
+import json
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from eagle3.config import EvaluateConfig, UserError, config_to_dict
+from eagle3.draft.export import load_drafter
+from eagle3.draft.target_weights import load_target_config, load_target_weights
+from eagle3.evaluation.local import evaluate_local
+from eagle3.evaluation.report import Measured, Report, Stopwatch, is_looping, measure, progress_bar
+from eagle3.evaluation.served import ServedAnswer, ServerFacts, SGLangClient, findings, served_rounds
+from eagle3.evaluation.simulate import open_store, simulate_store
+from eagle3.evaluation.turns import ask_all, select_conversations
+from eagle3.prompts.rendering import load_tokenizer
+from eagle3.tracking import git_state, write_provenance
+
+RESULT_NAME = "result.json"
+
+
+def evaluate(config: EvaluateConfig) -> dict[str, Any]:
+    """Evaluates, prints the tables, and returns what it writes to OUT/result.json.
+
+    Raises:
+        UserError: the settings contradict each other, or something that they name does not fit.
+    """
+    _check(config)
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    report = evaluate_local(config) if config.server is None else evaluate_served(config)
+    report = dataclasses.replace(report, peak_memory_bytes=_peak_memory_bytes())
+    result = report.to_dict() | {"config": config_to_dict(config), "git": git_state()}
+    write_provenance(out, {"config": config_to_dict(config)})
+    temporary = out / f"{RESULT_NAME}.tmp"
+    temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, out / RESULT_NAME)
+    console = Console()
+    report.print(console)
+    console.print(f"All figures: {out / RESULT_NAME}", highlight=False)
+    return result
+
+
+def evaluate_served(config: EvaluateConfig) -> Report:
+    """Sends the prompts to a server and reads its counters.
+
+    Raises:
+        UserError: the server cannot be reached, stops, or has speculation off; or prompts or store do not fit.
+    """
+    assert config.server is not None, "the caller checks that a server is named"
+    client = SGLangClient(config.server, config.max_new_tokens)
+    facts = client.facts()
+    conversations = select_conversations(config)
+    tokenizer = load_tokenizer(_tokenizer_path(config, facts), _trusts_remote_code(config))
+    stopwatch = Stopwatch()
+    simulated_store = None
+    if config.store is not None:
+        with stopwatch.stage("simulate_store"):
+            simulated_store = _simulate_store(config)
+
+    def answer_all(prompts: list[list[int]]) -> list[ServedAnswer]:
+        with progress_bar("asking the server", len(prompts), "answers") as advance:
+            return client.answer_all(prompts, config.batch_size, lambda answer: advance(1))
+
+    with stopwatch.stage("serve"):
+        turns = ask_all(conversations, tokenizer, config, answer_all)
+    answers = [turn.answer for turn in turns]
+    looping = [is_looping(answer.token_ids) for answer in answers]
+    rounds = served_rounds([turn.sample_id for turn in turns], answers)
+    return Report(
+        num_draft_tokens=int(facts.flags.get("speculative_num_steps") or config.speculation.num_draft_tokens),
+        max_new_tokens=config.max_new_tokens,
+        num_conversations=len(conversations),
+        num_answers=len(answers),
+        num_looping=sum(looping),
+        trained=measure(rounds, looping, config.seed),
+        simulated_store=simulated_store,
+        tokens_per_second_served=sum(answer.num_tokens for answer in answers) / stopwatch.seconds["serve"],
+        server=facts,
+        findings=findings(answers, facts),
+        seconds=stopwatch.seconds,
+    )
+
+
+def _check(config: EvaluateConfig) -> None:
+    """Refuses settings that cannot work together, all at once."""
+    problems = []
+    if config.server is None and config.target is None:
+        problems.append("target.path must name the target, got none; set it, or evaluate a server with --server URL")
+    if config.drafter is None and (config.server is None or config.store is not None):
+        problems.append("drafter must name a directory in SGLang's format, got null; set it, e.g. drafter=RUN/drafter")
+    if config.server is not None and config.store is not None and config.target is None:
+        problems.append("target.path must name the target to simulate over a store, got none; set it")
+    if config.server is not None and config.compare_untrained:
+        problems.append("compare_untrained must be false with --server, got true; the server has one drafter")
+    at_least_one = {
+        "speculation.num_draft_tokens": config.speculation.num_draft_tokens,
+        "max_new_tokens": config.max_new_tokens,
+        "batch_size": config.batch_size,
+    }
+    if config.max_prompts is not None:
+        at_least_one["max_prompts"] = config.max_prompts
+    problems += [f"{name} must be 1 or more, got {value}" for name, value in at_least_one.items() if value < 1]
+    if config.held_out_share is not None and not 0 < config.held_out_share <= 1:
+        problems.append(f"held_out_share must be above 0 and at most 1, got {config.held_out_share}; null takes all")
+    if problems:
+        raise UserError("\n".join(problems))
+
+
+def _tokenizer_path(config: EvaluateConfig, facts: ServerFacts) -> str:
+    """Returns where the server's tokenizer is: at the path that the server names, if this machine has it too."""
+    if Path(facts.tokenizer_path).is_dir():
+        return facts.tokenizer_path
+    if config.target is not None:
+        return config.target.path
+    raise UserError(
+        f"target.path must name the served model's directory, since the server's {facts.tokenizer_path!r} is not on "
+        f"this machine, got null; its tokenizer renders the prompts"
+    )
+
+
+def _trusts_remote_code(config: EvaluateConfig) -> bool:
+    return config.target is not None and config.target.trust_remote_code
+
+
+def _simulate_store(config: EvaluateConfig) -> Measured:
+    """Simulates with the target's embedding alone, no target in this process."""
+    assert config.target is not None, "the config was checked"
+    assert config.drafter is not None, "the config was checked"
+    assert config.store is not None, "the caller checks that a store is named"
+    path = Path(config.target.path)
+    drafter = load_drafter(Path(config.drafter), load_target_config(path))
+    store = open_store(Path(config.store), drafter.config)
+    dtype = getattr(torch, config.target.dtype)
+    device = "cuda" if torch.cuda.is_available() and config.target.device != "cpu" else "cpu"
+    weights = load_target_weights(path).to(device, dtype)
+    return simulate_store(drafter.to(device, dtype).eval(), weights.embed_tokens, store, config)
+
+
+def _peak_memory_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts kibibytes

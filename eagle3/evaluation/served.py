@@ -1,0 +1,196 @@
+"""Acceptance and speed against a live SGLang server.
+
+Tokens and verify rounds are the server's own counters, which only its /generate reports; chat completions leave them
+out, so prompts are rendered here and sent as token ids.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import requests
+
+from eagle3.config import UserError
+from eagle3.draft.acceptance import AnswerRounds
+
+ANSWER_TIMEOUT_SECONDS = 1800  # a long answer of a large model behind a full queue
+INFO_TIMEOUT_SECONDS = 60
+
+# What a figure depends on besides the drafter; the server's other settings are left out of the result.
+RECORDED_FLAGS = (
+    "model_path",
+    "dtype",
+    "quantization",
+    "kv_cache_dtype",
+    "attention_backend",
+    "tp_size",
+    "dp_size",
+    "page_size",
+    "max_running_requests",
+    "context_length",
+    "disable_overlap_schedule",
+    "launch_command",
+)
+
+
+@dataclass(frozen=True)
+class ServedAnswer:
+    """What one prompt got, by the server's counters."""
+
+    token_ids: list[int]
+    num_tokens: int  # completion_tokens
+    rounds: int  # spec_verify_ct
+    histogram: list[int]  # index: drafts accepted in a round; empty from versions that do not report it
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """What the server says of itself."""
+
+    url: str
+    version: str
+    tokenizer_path: str
+    flags: dict[str, Any]  # RECORDED_FLAGS, and all whose names begin with speculative_
+
+
+class SGLangClient:
+    """Asks one server for greedy answers."""
+
+    def __init__(self, url: str, max_new_tokens: int) -> None:
+        self.url = url.rstrip("/")
+        self._sampling = {"temperature": 0.0, "max_new_tokens": max_new_tokens}
+
+    def facts(self) -> ServerFacts:
+        """Returns engine version and flags.
+
+        Raises:
+            UserError: nothing answers at the URL, or it is no SGLang server.
+        """
+        for endpoint in ("/server_info", "/get_server_info"):  # the second is its older name
+            try:
+                response = requests.get(self.url + endpoint, timeout=INFO_TIMEOUT_SECONDS)
+            except requests.RequestException as error:
+                raise UserError(
+                    f"--server must be the URL of a running SGLang server, got no answer from {self.url!r} "
+                    f"({type(error).__name__}); start the server, wait until it is ready, and check the URL"
+                ) from None
+            if response.ok:
+                break
+        info = _json_object(response)
+        if not response.ok or "version" not in info or "model_path" not in info:
+            raise UserError(
+                f"--server must be the URL of an SGLang server, got {response.status_code} from {self.url + endpoint} "
+                f"without a version and a model_path; check the URL"
+            )
+        flags = {
+            name: value
+            for name, value in info.items()
+            if (name in RECORDED_FLAGS or name.startswith("speculative_")) and value is not None
+        }
+        return ServerFacts(self.url, str(info["version"]), str(info.get("tokenizer_path") or info["model_path"]), flags)
+
+    def answer_all(
+        self, prompts: list[list[int]], concurrency: int, on_answer: Callable[[ServedAnswer], None]
+    ) -> list[ServedAnswer]:
+        """Returns the answers in the order of `prompts`, with at most `concurrency` requests in flight.
+
+        Raises:
+            UserError: a request fails, or an answer that must have taken verify rounds reports none.
+        """
+        answered: list[ServedAnswer] = []
+
+        def ask(prompt_ids: list[int]) -> ServedAnswer:
+            try:
+                answer = self._generate(prompt_ids)
+            except requests.RequestException as error:
+                raise UserError(
+                    f"the server must answer every prompt, got {type(error).__name__} from {self.url} after "
+                    f"{len(answered)} of {len(prompts)} answers; see the server's log, start it again and repeat"
+                ) from None
+            answered.append(answer)
+            on_answer(answer)
+            return answer
+
+        with ThreadPoolExecutor(max_workers=concurrency) as pool:
+            try:
+                return list(pool.map(ask, prompts))
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def _generate(self, prompt_ids: list[int]) -> ServedAnswer:
+        body = {"input_ids": prompt_ids, "sampling_params": self._sampling}
+        response = requests.post(f"{self.url}/generate", json=body, timeout=ANSWER_TIMEOUT_SECONDS)
+        if not response.ok:
+            raise UserError(
+                f"the server must answer every prompt, got status {response.status_code} from {self.url}: "
+                f"{response.text[:300]!r} for a prompt of {len(prompt_ids)} tokens"
+            )
+        return _read_answer(_json_object(response), self.url)
+
+
+def served_rounds(sample_ids: list[str], answers: list[ServedAnswer]) -> list[AnswerRounds]:
+    """Returns the answers' rounds as the simulator counts them; the histogram gives the draft positions.
+
+    The server counts drafts that the last round accepted past the end of an answer, the simulator does not.
+    """
+    num_positions = max((len(answer.histogram) - 1 for answer in answers), default=0)
+    rounds = []
+    for sample_id, answer in zip(sample_ids, answers, strict=True):
+        padded = answer.histogram + [0] * (num_positions + 1 - len(answer.histogram))
+        # Position i was tried in the rounds that accepted i drafts or more, and right in those that accepted more.
+        at_least = [sum(padded[count:]) for count in range(num_positions + 2)]
+        rounds.append(
+            AnswerRounds(
+                sample_id=sample_id,
+                num_tokens=answer.num_tokens,
+                rounds=float(answer.rounds),
+                reached=tuple(float(count) for count in at_least[:num_positions]),
+                accepted=tuple(float(count) for count in at_least[1 : num_positions + 1]),
+            )
+        )
+    return rounds
+
+
+def findings(answers: list[ServedAnswer], facts: ServerFacts) -> list[str]:
+    """Returns what a reader of these figures must know: here, that the drafter did nothing."""
+    num_accepted = sum(answer.num_tokens - 1 - answer.rounds for answer in answers)
+    if num_accepted > 0 or sum(answer.rounds for answer in answers) == 0:
+        return []
+    algorithm = facts.flags.get("speculative_algorithm")
+    return [
+        f"no draft was accepted in {sum(answer.rounds for answer in answers)} rounds: the drafter is not loaded as it "
+        f"was trained. Usual causes: --speculative-algorithm EAGLE instead of EAGLE3 (this server says {algorithm}); "
+        f"weights whose names SGLang skips without a word (compare the keys with those of an export of this package); "
+        f"a drafter of another target or other capture layers; a quantised target without "
+        f"--speculative-draft-model-quantization unquant"
+    ]
+
+
+def _read_answer(body: dict[str, Any], url: str) -> ServedAnswer:
+    meta = body.get("meta_info")
+    token_ids = body.get("output_ids")
+    if not isinstance(meta, dict) or not isinstance(token_ids, list) or "completion_tokens" not in meta:
+        raise UserError(
+            f"/generate must return output_ids and meta_info.completion_tokens, got the fields {sorted(body)} ({url}); "
+            f"SGLang 0.5.11 and later do"
+        )
+    num_tokens = int(meta["completion_tokens"])
+    # An answer that ends with prefill's token has no rounds, and the server leaves the counters out.
+    if "spec_verify_ct" not in meta and num_tokens > 1:
+        raise UserError(
+            f"the server must have speculation on, got no spec_verify_ct for an answer of {num_tokens} tokens ({url}); "
+            f"start it with --speculative-algorithm EAGLE3 --speculative-draft-model-path DRAFTER"
+        )
+    # Renamed in SGLang; 0.5.23 has the first name.
+    histogram = meta.get("spec_correct_drafts_histogram") or meta.get("spec_accept_histogram") or []
+    return ServedAnswer(token_ids, num_tokens, int(meta.get("spec_verify_ct", 0)), [int(count) for count in histogram])
+
+
+def _json_object(response: requests.Response) -> dict[str, Any]:
+    try:
+        body = response.json()
+    except requests.JSONDecodeError:
+        return {}
+    return body if isinstance(body, dict) else {}

@@ -1,0 +1,137 @@
+"""Conversations asked turn by turn, each answer becoming the history of the next.
+
+Recorded answers are never shown to the target: a drafter serves the target's own words.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from eagle3.config import EvaluateConfig, UserError
+from eagle3.features.record import is_held_out
+from eagle3.prompts.conversations import BadRow, Conversation, read_conversations
+from eagle3.prompts.rendering import ChatRenderer, RenderingError
+
+logger = logging.getLogger(__name__)
+
+
+class HasTokenIds(Protocol):
+    """An answer, whoever gave it."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """What was emitted."""
+        ...
+
+
+AnswerType = TypeVar("AnswerType", bound=HasTokenIds)
+
+
+@dataclass(frozen=True)
+class AnsweredTurn(Generic[AnswerType]):
+    """A user turn, as the target read it, and what came back."""
+
+    sample_id: str  # the conversation's
+    prompt_ids: list[int]  # up to and including the prompt for the answer
+    answer: AnswerType
+
+
+def select_conversations(config: EvaluateConfig) -> list[Conversation]:
+    """Reads the prompts and keeps those that the config asks for; rows that cannot be used are counted in the log.
+
+    Raises:
+        UserError: no file is named, nothing is left, or a row is bad and prompts.fail_on_bad_row is set.
+    """
+    if config.prompts.path is None:
+        raise UserError("prompts.path must name a JSONL file, got null; set it in the config or as prompts.path=FILE")
+    kept: list[Conversation] = []
+    bad_rows: list[BadRow] = []
+    num_read = 0
+    for row in read_conversations(Path(config.prompts.path)):
+        num_read += 1
+        if isinstance(row, BadRow):
+            bad_rows.append(row)
+            if config.prompts.fail_on_bad_row:
+                raise UserError(f"{row.reason} ({config.prompts.path}, line {row.line})")
+        elif config.held_out_share is None or is_held_out(row.id, config.held_out_share):
+            kept.append(row)
+    if bad_rows:
+        logger.warning(
+            "%d of %d rows cannot be used; the first is line %d: %s",
+            len(bad_rows), num_read, bad_rows[0].line, bad_rows[0].reason,
+        )  # fmt: skip
+    if not kept:
+        raise UserError(
+            f"prompts must leave at least one conversation, got none of {num_read} rows ({len(bad_rows)} bad, "
+            f"held_out_share {config.held_out_share}; {config.prompts.path}); change the file or the share"
+        )
+    return kept[: config.max_prompts]
+
+
+@dataclass
+class _Dialogue:
+    """A conversation in progress."""
+
+    conversation: Conversation
+    history: list[dict[str, Any]] = field(default_factory=list)
+    num_read: int = 0  # messages of the conversation that are behind us
+
+    def advance_to_next_question(self) -> bool:
+        """Takes over the messages up to the next user turn; False when there is none."""
+        for message in self.conversation.messages[self.num_read :]:
+            self.num_read += 1
+            if message["role"] != "assistant":
+                self.history.append(message)
+            if message["role"] == "user":
+                return True
+        return False
+
+
+def ask_all(
+    conversations: Sequence[Conversation],
+    tokenizer: PreTrainedTokenizerBase,
+    config: EvaluateConfig,
+    answer: Callable[[list[list[int]]], list[AnswerType]],
+) -> list[AnsweredTurn[AnswerType]]:
+    """Asks the first turns of all conversations, then the second ones, and so on; `answer` maps prompts to answers.
+
+    A conversation ends early where it no longer fits prompts.max_tokens or the template; both are counted in the log.
+
+    Raises:
+        UserError: no turn could be asked.
+    """
+    renderer = ChatRenderer(tokenizer, config.prompts.chat_template_kwargs)
+    dialogues = [_Dialogue(conversation) for conversation in conversations]
+    answered: list[AnsweredTurn[AnswerType]] = []
+    dropped: list[str] = []
+    while dialogues := [dialogue for dialogue in dialogues if dialogue.advance_to_next_question()]:
+        asked: list[tuple[_Dialogue, list[int]]] = []
+        for dialogue in dialogues:
+            where = f"line {dialogue.conversation.line}"
+            try:
+                prompt_ids = renderer.prompt_ids(dialogue.history)
+            except RenderingError as error:
+                dropped.append(f"{where}: {error}")
+                continue
+            if len(prompt_ids) > config.prompts.max_tokens:
+                dropped.append(f"{where}: {len(prompt_ids)} tokens, more than prompts.max_tokens")
+                continue
+            asked.append((dialogue, prompt_ids))
+        answers = answer([prompt_ids for _, prompt_ids in asked]) if asked else []
+        for (dialogue, prompt_ids), given in zip(asked, answers, strict=True):
+            answered.append(AnsweredTurn(dialogue.conversation.id, prompt_ids, given))
+            text = str(tokenizer.decode(given.token_ids, skip_special_tokens=True))
+            dialogue.history.append({"role": "assistant", "content": text})
+        dialogues = [dialogue for dialogue, _ in asked]
+    if dropped:
+        logger.warning("%d conversations ended early; the first at %s", len(dropped), dropped[0])
+    if not answered:
+        raise UserError(
+            f"at least one prompt must be askable, got none of {len(conversations)} ({config.prompts.path}); "
+            f"the first: {dropped[0]}"
+        )
+    return answered

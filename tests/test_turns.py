@@ -1,0 +1,110 @@
+"""Conversations are asked turn by turn, on the answerer's own words."""
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from eagle3.config import EvaluateConfig, PromptsConfig, UserError
+from eagle3.evaluation.turns import ask_all, select_conversations
+from eagle3.features.record import is_held_out
+from eagle3.prompts.conversations import Conversation
+from eagle3.prompts.rendering import load_tokenizer
+
+
+@dataclass(frozen=True)
+class Reply:
+    token_ids: list[int]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_target: Path) -> PreTrainedTokenizerBase:
+    return load_tokenizer(str(tiny_target), trust_remote_code=False)
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def write_prompts(path: Path, rows: list[Any]) -> EvaluateConfig:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return EvaluateConfig(prompts=PromptsConfig(path=str(path)))
+
+
+def test_answers_become_history_and_recorded_answers_do_not(tokenizer: PreTrainedTokenizerBase) -> None:
+    conversations = [
+        Conversation("a", ({"role": "system", "content": "S"}, user("1"), assistant("recorded"), user("2")), 1),
+        Conversation("b", (user("only"), assistant("recorded")), 2),
+        Conversation("c", (user("x"), user("y"), user("z")), 3),
+    ]
+    asked: list[list[str]] = []
+
+    def answer(prompts: list[list[int]]) -> list[Reply]:
+        asked.append([str(tokenizer.decode(ids)) for ids in prompts])
+        return [Reply([*tokenizer(f"reply {len(asked)}")["input_ids"], 2]) for _ in prompts]
+
+    turns = ask_all(conversations, tokenizer, EvaluateConfig(), answer)
+    assert [turn.sample_id for turn in turns] == ["a", "b", "c", "a", "c", "c"]
+    opening = "<|im_start|>assistant\n"
+    said = opening + "reply {}<|im_end|>\n"
+    system, u = "<|im_start|>system\nS<|im_end|>\n", "<|im_start|>user\n{}<|im_end|>\n"
+    assert asked == [
+        [system + u.format("1") + opening, u.format("only") + opening, u.format("x") + opening],
+        [
+            system + u.format("1") + said.format(1) + u.format("2") + opening,
+            u.format("x") + said.format(1) + u.format("y") + opening,
+        ],
+        [u.format("x") + said.format(1) + u.format("y") + said.format(2) + u.format("z") + opening],
+    ]
+
+
+def test_a_conversation_that_no_longer_fits_ends_and_is_counted(
+    tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    conversations = [Conversation("a", (user("hi"), user("what? " * 30)), 7), Conversation("b", (user("hi"),), 8)]
+    config = EvaluateConfig(prompts=PromptsConfig(path="p.jsonl", max_tokens=60))
+    with caplog.at_level(logging.WARNING):
+        turns = ask_all(conversations, tokenizer, config, lambda prompts: [Reply([5, 2]) for _ in prompts])
+    assert [turn.sample_id for turn in turns] == ["a", "b"]
+    assert "1 conversations ended early; the first at line 7:" in caplog.text
+    assert "more than prompts.max_tokens" in caplog.text
+    with pytest.raises(UserError, match=r"at least one prompt must be askable, got none of 1 \(p.jsonl\); .*line 7"):
+        ask_all([Conversation("a", (user("what? " * 60),), 7)], tokenizer, config, lambda prompts: [Reply([5])])
+
+
+def test_held_out_prompts_are_those_of_training(tmp_path: Path) -> None:
+    rows = [{"id": f"row {i}", "messages": [user("hi")]} for i in range(40)]
+    config = write_prompts(tmp_path / "p.jsonl", rows)
+    assert len(select_conversations(config)) == 40
+    held_out = EvaluateConfig(prompts=config.prompts, held_out_share=0.3)
+    ids = [conversation.id for conversation in select_conversations(held_out)]
+    assert ids == [row["id"] for row in rows if is_held_out(str(row["id"]), 0.3)]
+    first = EvaluateConfig(prompts=config.prompts, held_out_share=0.3, max_prompts=2)
+    assert [conversation.id for conversation in select_conversations(first)] == ids[:2]
+    with pytest.raises(
+        UserError, match=r"at least one conversation, got none of 40 rows \(0 bad, held_out_share 1e-09"
+    ):
+        select_conversations(EvaluateConfig(prompts=config.prompts, held_out_share=1e-9))
+
+
+def test_bad_rows_are_counted_or_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = write_prompts(tmp_path / "p.jsonl", [{"messages": [user("hi")]}, "{broken", {"messages": []}])
+    with caplog.at_level(logging.WARNING):
+        assert len(select_conversations(config)) == 1
+    assert "2 of 3 rows cannot be used; the first is line 2: row must be JSON" in caplog.text
+    strict = EvaluateConfig(prompts=PromptsConfig(path=config.prompts.path, fail_on_bad_row=True))
+    with pytest.raises(UserError, match=r"row must be JSON .*p.jsonl, line 2\)"):
+        select_conversations(strict)
+
+
+def test_prompts_must_be_named() -> None:
+    with pytest.raises(UserError, match=r"prompts.path must name a JSONL file, got null"):
+        select_conversations(EvaluateConfig())

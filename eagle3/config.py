@@ -185,6 +185,8 @@ class EvaluateConfig:
     held_out_share: float | None = None  # only prompts whose id hashes below it, as in training; null: all
     max_prompts: int | None = None  # the first ones; null: all
     max_new_tokens: int = 256
+    batch_size: int = 8  # prompts decoded together; with `server`, requests in flight
+    timed_prompts: int = 8  # decoded once more one at a time, plain and speculative, for tokens/s; 0: not timed
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     store: str | None = None  # also simulate over this store's held-out samples; null: do not
     compare_untrained: bool = False  # also measure the drafter of the same shape with the target's head and norm

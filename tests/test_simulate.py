@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_drafters import LAYERS, fit_drafter, random_drafter
+from tiny_drafters import LAYERS, MANIFEST, fit_drafter, random_drafter, write_store
 from transformers import AutoModelForCausalLM
 
 from eagle3.config import EvaluateConfig, SpeculationConfig, UserError
@@ -16,9 +16,7 @@ from eagle3.evaluation.decoder import Answer, decode
 from eagle3.evaluation.local import decoded_rounds
 from eagle3.evaluation.simulate import open_store, simulate, simulate_store
 from eagle3.evaluation.target import LocalTarget
-from eagle3.features.manifest import Manifest
 from eagle3.features.record import FeatureSample, is_held_out
-from eagle3.features.store import FeatureWriter
 
 
 @pytest.fixture(scope="module")
@@ -94,31 +92,6 @@ def test_features_are_transformers_hidden_states(target: LocalTarget) -> None:
     assert sample.input_ids.tolist() == ids
     assert sample.loss_mask.tolist() == [False] * 12 + [True] * 8
     assert sample.last_rows.tolist() == list(range(11, 19))
-
-
-MANIFEST = Manifest(
-    target_path="target",
-    target_config_digest="0",
-    target_revision="0",
-    target_quantization=None,
-    engine="transformers",
-    engine_version="5",
-    capture_layers=LAYERS,
-    dtype="float32",
-    codec="fp32",
-    hidden_size=64,
-    vocab_size=320,
-    tokenizer_digest="0",
-    chat_template_digest="0",
-    prompts_digest="0",
-    last_rows="supervised",
-)
-
-
-def write_store(path: Path, samples: list[FeatureSample], manifest: Manifest = MANIFEST) -> None:
-    with FeatureWriter(path, manifest, shard_bytes=2**20) as writer:
-        for sample in samples:
-            writer.write(sample)
 
 
 def test_a_store_is_simulated_on_its_held_out_samples(

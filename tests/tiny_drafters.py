@@ -1,4 +1,6 @@
-"""Drafters for tiny targets: random ones, and ones fitted to a few answers so that some of their drafts are right."""
+"""Drafters for tiny targets: random ones, ones fitted to a few answers so that some drafts are right, and a store."""
+
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -6,8 +8,37 @@ from torch.nn import functional as F
 
 from eagle3.draft.model import DrafterConfig, Eagle3Drafter
 from eagle3.evaluation.target import LocalTarget
+from eagle3.features.manifest import Manifest
+from eagle3.features.record import FeatureSample
+from eagle3.features.store import FeatureWriter
 
 LAYERS = (2, 4, 5)
+
+
+MANIFEST = Manifest(
+    target_path="target",
+    target_config_digest="0",
+    target_revision="0",
+    target_quantization=None,
+    engine="transformers",
+    engine_version="5",
+    capture_layers=LAYERS,
+    dtype="float32",
+    codec="fp32",
+    hidden_size=64,
+    vocab_size=320,
+    tokenizer_digest="0",
+    chat_template_digest="0",
+    prompts_digest="0",
+    last_rows="supervised",
+)
+
+
+def write_store(path: Path, samples: list[FeatureSample], manifest: Manifest = MANIFEST) -> None:
+    """Writes a store whose features these drafters read."""
+    with FeatureWriter(path, manifest, shard_bytes=2**20) as writer:
+        for sample in samples:
+            writer.write(sample)
 
 
 def random_drafter(

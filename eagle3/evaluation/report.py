@@ -90,23 +90,29 @@ class Report:
         return headlines | dataclasses.asdict(self)
 
     def print(self, console: Console) -> None:
-        """Prints the tables."""
+        """Prints the table, and what it leaves open in sentences."""
         console.print(self._acceptance_table())
+        lines = [
+            f"{self.num_answers} answers of up to {self.max_new_tokens} tokens, {self.num_looping} of them loop. "
+            f"Intervals are bootstrapped over conversations."
+        ]
+        if self.simulated is not None:
+            lines.append("simulated: the drafter on the same answers, without decoding.")
+        if self.simulated_store is not None:
+            lines.append("store: the drafter on samples of the feature store, without decoding.")
         if self.speed is not None:
-            console.print(
+            lines.append(
                 f"One stream, {self.speed.num_prompts} prompts: {self.speed.tokens_per_second_plain:.1f} tokens/s "
                 f"plain, {self.speed.tokens_per_second_speculative:.1f} speculative, {self.speed.speed_up:.2f}x; "
-                f"{self.speed.num_equal_answers} of {self.speed.num_prompts} answers are equal token for token",
-                highlight=False,
+                f"{self.speed.num_equal_answers} of {self.speed.num_prompts} answers are equal token for token."
             )
         if self.server is not None:
-            console.print(
+            lines.append(
                 f"SGLang {self.server.version} at {self.server.url}: {self.tokens_per_second_served:.1f} tokens/s over "
-                f"all requests",
-                highlight=False,
+                f"all requests."
             )
-        for finding in self.findings:
-            console.print(f"[bold]Warning:[/] {finding}", highlight=False)
+        for line in [*lines, *(f"Warning: {finding}." for finding in self.findings)]:
+            console.print(line, highlight=False, markup=False)
 
     def _measured(self) -> dict[str, Measured | None]:
         return {
@@ -118,17 +124,14 @@ class Report:
 
     def _acceptance_table(self) -> Table:
         titles = {
-            "untrained": "untrained: the target's head and norm",
-            "trained": "drafter" if self.server is None else "drafter, by the server's counters",
-            "simulated": "drafter, simulated on the same answers",
-            "simulated_store": "drafter, simulated on the store",
+            "untrained": "untrained",
+            "trained": "drafter" if self.server is None else "served",
+            "simulated": "simulated",
+            "simulated_store": "store",
         }
-        table = Table(
-            title=f"Acceptance length tau, {self.num_draft_tokens} drafts a round, {self.num_answers} answers of up to "
-            f"{self.max_new_tokens} tokens ({self.num_looping} of them loop)"
-        )
-        table.add_column("", no_wrap=False)
-        for heading in ("tau", "95 %", "(N-1)/R", "without loops", "accepted at position 1, 2, ..."):
+        table = Table(title=f"Acceptance length tau, {self.num_draft_tokens} drafts a round")
+        table.add_column("")
+        for heading in ("tau", "95 %", "(N-1)/R", "no loops", "by position"):
             table.add_column(heading, justify="right")
         for name, measured in self._measured().items():
             if measured is not None:
@@ -185,8 +188,7 @@ class _RateColumn(ProgressColumn):
         self._unit = unit
 
     def render(self, task: Task) -> Text:
-        speed = task.finished_speed or task.speed
-        return Text("" if speed is None else f"{speed:.1f} {self._unit}/s")
+        return Text(f"{task.completed / task.elapsed:.1f} {self._unit}/s" if task.elapsed else "")
 
 
 def _cells(measured: Measured) -> list[str]:
@@ -195,7 +197,7 @@ def _cells(measured: Measured) -> list[str]:
     without_loops = "-" if measured.without_loops is None else f"{measured.without_loops.tau:.2f}"
     return [
         f"{acceptance.tau:.3f}",
-        f"{acceptance.low:.3f} .. {acceptance.high:.3f}",
+        f"{acceptance.low:.2f}-{acceptance.high:.2f}",
         f"{acceptance.tau_without_prefill:.3f}",
         without_loops,
         conditional,

@@ -42,7 +42,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     os.replace(temporary, out / RESULT_NAME)
     console = Console()
     report.print(console)
-    console.print(f"All figures: {out / RESULT_NAME}", highlight=False)
+    console.print(f"All figures: {out / RESULT_NAME}", highlight=False, markup=False)
     return result
 
 
@@ -71,9 +71,10 @@ def evaluate_served(config: EvaluateConfig) -> Report:
         turns = ask_all(conversations, tokenizer, config, answer_all)
     answers = [turn.answer for turn in turns]
     looping = [is_looping(answer.token_ids) for answer in answers]
-    rounds = served_rounds([turn.sample_id for turn in turns], answers)
+    num_draft_tokens = int(facts.flags.get("speculative_num_steps") or config.speculation.num_draft_tokens)
+    rounds = served_rounds([turn.sample_id for turn in turns], answers, num_draft_tokens)
     return Report(
-        num_draft_tokens=int(facts.flags.get("speculative_num_steps") or config.speculation.num_draft_tokens),
+        num_draft_tokens=num_draft_tokens,
         max_new_tokens=config.max_new_tokens,
         num_conversations=len(conversations),
         num_answers=len(answers),

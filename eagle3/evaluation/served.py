@@ -130,14 +130,16 @@ class SGLangClient:
         return _read_answer(_json_object(response), self.url)
 
 
-def served_rounds(sample_ids: list[str], answers: list[ServedAnswer]) -> list[AnswerRounds]:
-    """Returns the answers' rounds as the simulator counts them; the histogram gives the draft positions.
+def served_rounds(sample_ids: list[str], answers: list[ServedAnswer], num_draft_tokens: int) -> list[AnswerRounds]:
+    """Returns the answers' rounds as the simulator counts them; histograms give the draft positions, if there are any.
 
     The server counts drafts that the last round accepted past the end of an answer, the simulator does not.
     """
-    num_positions = max((len(answer.histogram) - 1 for answer in answers), default=0)
+    longest = max((len(answer.histogram) - 1 for answer in answers), default=-1)
+    num_positions = max(longest, num_draft_tokens) if longest >= 0 else 0
     rounds = []
     for sample_id, answer in zip(sample_ids, answers, strict=True):
+        # The server's lists end with the most that was ever accepted.
         padded = answer.histogram + [0] * (num_positions + 1 - len(answer.histogram))
         # Position i was tried in the rounds that accepted i drafts or more, and right in those that accepted more.
         at_least = [sum(padded[count:]) for count in range(num_positions + 2)]
@@ -155,16 +157,15 @@ def served_rounds(sample_ids: list[str], answers: list[ServedAnswer]) -> list[An
 
 def findings(answers: list[ServedAnswer], facts: ServerFacts) -> list[str]:
     """Returns what a reader of these figures must know: here, that the drafter did nothing."""
-    num_accepted = sum(answer.num_tokens - 1 - answer.rounds for answer in answers)
-    if num_accepted > 0 or sum(answer.rounds for answer in answers) == 0:
+    num_rounds = sum(answer.rounds for answer in answers)
+    if num_rounds == 0 or sum(answer.num_tokens - 1 - answer.rounds for answer in answers) > 0:
         return []
-    algorithm = facts.flags.get("speculative_algorithm")
     return [
-        f"no draft was accepted in {sum(answer.rounds for answer in answers)} rounds: the drafter is not loaded as it "
-        f"was trained. Usual causes: --speculative-algorithm EAGLE instead of EAGLE3 (this server says {algorithm}); "
-        f"weights whose names SGLang skips without a word (compare the keys with those of an export of this package); "
-        f"a drafter of another target or other capture layers; a quantised target without "
-        f"--speculative-draft-model-quantization unquant"
+        f"no draft was accepted in {num_rounds} rounds: the server does not run the drafter as it was trained, or it "
+        f"was not trained. Usual causes: --speculative-algorithm EAGLE instead of EAGLE3 (this server says "
+        f"{facts.flags.get('speculative_algorithm')}); weights whose names SGLang skips without a word (compare them "
+        f"with those of an export of this package); a drafter of another target or of other capture layers; a "
+        f"quantised target without --speculative-draft-model-quantization unquant"
     ]
 
 

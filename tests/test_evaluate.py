@@ -1,0 +1,185 @@
+"""evaluate.py end to end, on a tiny target in this process and against a server's counters."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_drafters import LAYERS, random_drafter, write_store
+from transformers import AutoModelForCausalLM
+
+from eagle3.config import EvaluateConfig, UserError, load_config
+from eagle3.draft.export import export_drafter
+from eagle3.draft.target_weights import load_target_config
+from eagle3.evaluation.decoder import Answer
+from eagle3.evaluation.local import decoded_rounds
+from eagle3.evaluation.run import evaluate
+from eagle3.evaluation.served import ServedAnswer, ServerFacts, SGLangClient
+from eagle3.evaluation.target import LocalTarget
+from eagle3.features.record import FeatureSample
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def drafter(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+    directory = tmp_path_factory.mktemp("drafter") / "drafter"
+    export_drafter(
+        random_drafter(LocalTarget(model, LAYERS, frozenset()), 200),
+        directory,
+        target_config=load_target_config(tiny_target),
+        card="",
+        dtype=torch.float32,
+    )
+    return directory
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    questions = ["what is it?", "name ten of them", "the last one is", "list"]
+    rows = [{"id": f"p{i}", "messages": [{"role": "user", "content": text}]} for i, text in enumerate(questions)]
+    rows[1]["messages"].append({"role": "user", "content": "and then?"})  # type: ignore[attr-defined] # a list
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def settings(out: Path, prompts: Path, **values: Any) -> EvaluateConfig:
+    named = {"prompts.path": prompts, "out": out, "max_new_tokens": 12, "batch_size": 3, "timed_prompts": 2} | values
+    return load_config(EvaluateConfig, None, [f"{name}={value}" for name, value in named.items()])
+
+
+def test_a_local_evaluation_writes_every_figure(
+    tmp_path: Path, tiny_target: Path, drafter: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = {"target.path": tiny_target, "target.dtype": "float32", "target.device": "cpu"}
+    config = settings(tmp_path / "out", prompts, **target, drafter=drafter, compare_untrained="true")
+    result = evaluate(config)
+    assert json.loads((tmp_path / "out" / "result.json").read_text()) == result
+    assert (result["num_conversations"], result["num_answers"]) == (4, 5)
+    # fp32: the simulator follows the very rounds that were decoded.
+    assert result["simulated"] == result["trained"]
+    trained, untrained = result["trained"]["all_answers"], result["untrained"]["all_answers"]
+    assert trained["num_answers"] == untrained["num_answers"] == 5
+    assert trained["num_tokens"] == untrained["num_tokens"] <= 5 * 12
+    assert result["tau_trained"] == trained["num_tokens"] / trained["rounds"]
+    assert result["speed"]["num_equal_answers"] == result["speed"]["num_prompts"] == 2
+    assert result["tokens_per_second_plain"] > 0
+    assert set(result["seconds"]) == {"load", "decode", "decode_untrained", "simulate", "time"}
+    assert result["peak_memory_bytes"] > 2**20
+    assert result["config"]["max_new_tokens"] == 12
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["sessions"][0]["config"] == result["config"]
+    shown = capsys.readouterr().out
+    assert f"{result['tau_trained']:.3f}" in shown
+    assert "result.json" in shown
+
+
+def test_a_served_evaluation_reads_the_servers_counters(
+    tmp_path: Path, tiny_target: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = ServerFacts("http://host", "0.5.23", str(tiny_target), {"speculative_num_steps": 5})
+    asked: list[tuple[int, int]] = []
+
+    def answer_all(
+        client: SGLangClient, prompts: list[list[int]], concurrency: int, on_answer: Callable[[ServedAnswer], None]
+    ) -> list[ServedAnswer]:
+        asked.append((len(prompts), concurrency))
+        return [ServedAnswer([5, 6, 7, 2], 4, 3, [3])] * len(prompts)
+
+    # The network is the one thing that is stood in for; test_served.py has the client itself.
+    monkeypatch.setattr(SGLangClient, "facts", lambda client: facts)
+    monkeypatch.setattr(SGLangClient, "answer_all", answer_all)
+    result = evaluate(settings(tmp_path / "out", prompts, server="http://host", drafter="null"))
+    assert asked == [(4, 3), (1, 3)]
+    assert result["tau_trained"] == 4 / 3
+    assert result["num_draft_tokens"] == 5
+    assert result["server"]["version"] == "0.5.23"
+    assert len(result["findings"]) == 1
+    assert result["speed"] is None
+    elsewhere = ServerFacts("http://host", "0.5.23", "/not/on/this/machine", {})
+    monkeypatch.setattr(SGLangClient, "facts", lambda client: elsewhere)
+    with pytest.raises(UserError, match=r"target.path must name the served model's directory, since .*/not/on/this"):
+        evaluate(settings(tmp_path / "out", prompts, server="http://host"))
+    evaluate(settings(tmp_path / "out", prompts, server="http://host", **{"target.path": tiny_target}))
+
+
+def test_a_store_is_simulated_with_and_without_the_target_in_this_process(
+    tmp_path: Path,
+    tiny_target: Path,
+    drafter: Path,
+    prompts: Path,
+    make_sample: Callable[..., FeatureSample],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write_store(tmp_path / "store", [make_sample(f"s{i}", [0, 0, 1, 1, 1, 1], seed=i) for i in range(3)])
+    both = {"drafter": drafter, "store": tmp_path / "store", "target.path": tiny_target, "target.dtype": "float32"}
+    local = evaluate(settings(tmp_path / "local", prompts, timed_prompts=0, **both))
+    assert local["simulated_store"]["all_answers"]["num_tokens"] == 12
+    assert local["speed"] is None
+    facts = ServerFacts("http://host", "0.5.23", str(tiny_target), {})
+    monkeypatch.setattr(SGLangClient, "facts", lambda client: facts)
+    monkeypatch.setattr(
+        SGLangClient, "answer_all", lambda client, prompts, *rest: [ServedAnswer([5, 2], 2, 1, [1])] * len(prompts)
+    )
+    served = evaluate(settings(tmp_path / "served", prompts, server="http://host", **both))
+    assert served["simulated_store"] == local["simulated_store"]
+
+
+def test_contradicting_settings_are_refused_together(tmp_path: Path, prompts: Path) -> None:
+    bad = {"max_new_tokens": 0, "batch_size": 0, "held_out_share": 1.5, "max_prompts": 0}
+    with pytest.raises(UserError) as error:
+        evaluate(settings(tmp_path, prompts, **bad, **{"speculation.num_draft_tokens": 0}))
+    message = str(error.value)
+    assert "target.path must name the target, got none" in message
+    assert "drafter must name a directory in SGLang's format, got null" in message
+    for name in ("speculation.num_draft_tokens", "max_new_tokens", "batch_size", "max_prompts"):
+        assert f"{name} must be 1 or more, got 0" in message
+    assert "held_out_share must be above 0 and at most 1, got 1.5" in message
+    with pytest.raises(UserError) as error:
+        evaluate(settings(tmp_path, prompts, server="http://host", store="s", compare_untrained="true"))
+    assert "target.path must name the target to simulate over a store, got none" in str(error.value)
+    assert "compare_untrained must be false with --server, got true" in str(error.value)
+
+
+def test_a_drafter_of_another_target_is_refused(
+    tmp_path: Path, drafter: Path, prompts: Path, make_target: Callable[..., Path]
+) -> None:
+    other = make_target(tmp_path / "other", hidden_size=96)
+    with pytest.raises(UserError, match="hidden_size=64, wanted the target's 96"):
+        evaluate(settings(tmp_path / "out", prompts, drafter=drafter, **{"target.path": other}))
+
+
+def test_capture_layers_that_the_drafter_does_not_read_are_refused(
+    tmp_path: Path, tiny_target: Path, drafter: Path, prompts: Path
+) -> None:
+    layers = {"target.path": tiny_target, "target.capture_layers": "[1, 4, 5]"}
+    with pytest.raises(UserError, match=r"target.capture_layers must be \[2, 4, 5\], .* got \[1, 4, 5\]"):
+        evaluate(settings(tmp_path / "out", prompts, drafter=drafter, **layers))
+
+
+def test_drafts_past_the_end_of_an_answer_are_not_counted() -> None:
+    # Prefill 1, then rounds of 2 and 4; the last would emit 4, of which 2 are left.
+    rounds = decoded_rounds("a", Answer(token_ids=[0] * 5, accepted=[1, 3]), num_draft_tokens=3)
+    assert (rounds.num_tokens, rounds.rounds) == (5, 2)
+    assert (rounds.reached, rounds.accepted) == ((2, 2, 0), (2, 1, 0))
+
+
+def test_the_command_ends_with_one_sentence_on_a_users_mistake(tmp_path: Path, prompts: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "evaluate.py", "--server", "http://127.0.0.1:9", f"prompts.path={prompts}", f"out={tmp_path}"],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: --server must be the URL of a running SGLang server, got no")
+    assert "Traceback" not in done.stderr

@@ -29,14 +29,16 @@ def make_sequences() -> list[list[int]]:
 
 
 def test_states_are_those_of_transformers_for_each_sequence_alone(engine: TransformersEngine) -> None:
-    for sequence, captured in zip(make_sequences(), engine.capture(make_sequences()), strict=True):
-        logits, hidden_states = engine.forward(sequence)
+    in_batch = engine.logits(make_sequences())
+    for sequence, captured, logits in zip(make_sequences(), engine.capture(make_sequences()), in_batch, strict=True):
+        hidden_states = engine.hidden_states(sequence)
         wanted = torch.cat([hidden_states[layer] for layer in LAYERS], dim=-1)
         # fp32, another batch shape: other summation order.
         torch.testing.assert_close(captured.aux_hidden_states, wanted, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(captured.last_hidden_states, hidden_states[-1], rtol=1e-4, atol=1e-5)
         head = engine.model.get_output_embeddings().weight.detach()
         torch.testing.assert_close(captured.last_hidden_states @ head.T, logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(engine.logits([sequence])[0], logits, rtol=1e-4, atol=1e-4)
 
 
 def test_a_boundary_is_the_state_that_enters_the_layer(tiny_target: Path) -> None:
@@ -62,7 +64,7 @@ def test_log_normaliser_is_the_log_sum_exp_of_the_logits(
 ) -> None:
     monkeypatch.setattr("eagle3.capture.inprocess.LOGITS_PER_CHUNK", 7 * 320)  # seven rows at a time
     (captured,) = engine.capture(make_sequences()[:1])
-    logits, _ = engine.forward(make_sequences()[0])
+    (logits,) = engine.logits(make_sequences()[:1])
     torch.testing.assert_close(engine.log_normaliser(captured.last_hidden_states), logits.logsumexp(-1))
 
 

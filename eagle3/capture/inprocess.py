@@ -80,9 +80,7 @@ class TransformersEngine:
         """
         lengths = [len(sequence) for sequence in sequences]
         self._check_length(max(lengths))
-        input_ids = torch.zeros(len(sequences), max(lengths), dtype=torch.int64)  # (B, T)
-        for row, sequence in zip(input_ids, sequences, strict=True):
-            row[: len(sequence)] = torch.tensor(sequence)
+        input_ids = _pad(sequences)  # (B, T)
         device, hidden_size = self.model.device, self._text_config.hidden_size
         num_aux = len(self.capture_layers)
         aux = torch.empty(*input_ids.shape, num_aux, hidden_size, dtype=self.model.dtype, device=device)  # (B, T, A, D)
@@ -91,7 +89,6 @@ class TransformersEngine:
             for i, layer in enumerate(self.capture_layers)
         ]
         try:
-            # No mask: padding stands to the right, where causal attention does not look.
             last = self._body(input_ids=input_ids.to(device), use_cache=False).last_hidden_state  # (B, T, D)
         finally:
             for handle in handles:
@@ -109,12 +106,16 @@ class TransformersEngine:
         return torch.cat(chunks)
 
     @torch.inference_mode()
-    def forward(self, input_ids: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
-        """Returns logits (T, V) and transformers' own `hidden_states`, L+1 of (T, D), of one sequence: for gates."""
-        output = self.model(
-            torch.tensor(input_ids, device=self.model.device)[None], use_cache=False, output_hidden_states=True
-        )
-        return output.logits[0].cpu(), [states[0].cpu() for states in output.hidden_states]
+    def logits(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Returns transformers' own logits, (T, V) of each sequence, run as one batch: for gates."""
+        logits = self.model(_pad(sequences).to(self.model.device), use_cache=False).logits  # (B, T, V)
+        return [logits[i, : len(sequence)].cpu() for i, sequence in enumerate(sequences)]
+
+    @torch.inference_mode()
+    def hidden_states(self, sequence: Sequence[int]) -> list[Tensor]:
+        """Returns transformers' own `hidden_states`, L+1 of (T, D), of one sequence: for gates."""
+        output = self._body(_pad([sequence]).to(self.model.device), use_cache=False, output_hidden_states=True)
+        return [states[0].cpu() for states in output.hidden_states]
 
     def generate(
         self,
@@ -165,6 +166,14 @@ def end_ids(*eos_token_ids: int | list[int] | None) -> frozenset[int]:
     """Returns the tokens that end an answer, of settings that are one id, a list or nothing."""
     ids = [[each] if isinstance(each, int) else each or [] for each in eos_token_ids]
     return frozenset(token for group in ids for token in group)
+
+
+def _pad(sequences: Sequence[Sequence[int]]) -> Tensor:
+    """Returns ids (B, T) that need no mask: padding stands to the right, where causal attention does not look."""
+    input_ids = torch.zeros(len(sequences), max(map(len, sequences)), dtype=torch.int64)  # (B, T)
+    for row, sequence in zip(input_ids, sequences, strict=True):
+        row[: len(sequence)] = torch.tensor(sequence)
+    return input_ids
 
 
 def _copy_input_to(target: Tensor) -> Callable[..., None]:  # (B, T, D)

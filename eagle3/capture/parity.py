@@ -1,0 +1,185 @@
+"""Gates: are these the states, and is this the model.
+
+A wrong boundary or a state from before the final norm trains a drafter that looks well and is not accepted; both are
+cheap to see before the first sample is stored.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from eagle3.capture.inprocess import Captured, TransformersEngine
+from eagle3.config import TargetConfig, UserError
+from eagle3.draft.target_weights import (
+    check_capture_layers,
+    default_capture_layers,
+    load_target_config,
+    load_target_weights,
+)
+
+logger = logging.getLogger(__name__)
+
+GATE_SAMPLES = 8
+GATE_TOKENS = 192  # of each sample: prompt and the beginning of the answer
+# Of a row's norm; SmolLM2's 30 layers in bf16 show 0.0005 to 0.0007, another batch's rounding included.
+MAX_RELATIVE_ERROR = {"bfloat16": 0.05, "float32": 1e-3}
+MIN_AGREEMENT = 0.99
+WANTED_CLEAR_POSITIONS = 200
+NOISE_ROWS = 64  # 99th percentile over V logits each
+NOISE_QUANTILE = 0.99
+
+
+class ParityError(UserError):
+    """The captured states are not the target's: the run must not go on."""
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """What the gates saw."""
+
+    num_samples: int
+    num_positions: int
+    capture_layers: list[int]
+    cosine: list[float]  # mean over rows, captured state against transformers' hidden_states; the last state at the end
+    relative_error: list[float]  # mean over rows, likewise
+    logit_noise: float  # 99th percentile of the logits' change between batch 1 and the whole batch, see `_noise`
+    num_clear: int  # positions whose top-two margin is above twice the noise
+    agreement: float  # of argmax(lm_head(last)) with the engine's greedy token, at clear positions
+    agreement_everywhere: float  # likewise, at all positions
+    num_recorded: int  # clear positions whose next token was generated greedily
+    recorded_agreement: float | None  # of that token with the engine's greedy token; null without any
+
+
+def resolve_capture_layers(target: TargetConfig) -> list[int]:
+    """Returns the boundaries that a config asks for, or the default for its target.
+
+    Raises:
+        UserError: the target has no such layers.
+    """
+    num_layers = load_target_config(Path(target.path))["num_hidden_layers"]
+    layers = target.capture_layers if target.capture_layers is not None else default_capture_layers(num_layers)
+    check_capture_layers(layers, num_layers)
+    return layers
+
+
+def check_parity(
+    engine: TransformersEngine,
+    target: TargetConfig,
+    sequences: Sequence[Sequence[int]],
+    greedy_masks: Sequence[Sequence[bool]] | None,
+) -> ParityReport:
+    """Compares what is captured from the first samples with transformers' own outputs, and with the target's files.
+
+    `greedy_masks` mark the tokens of `sequences` that the engine generated greedily, if it did.
+
+    Raises:
+        ParityError: a state is another layer's, or lm_head(last) does not give the engine's greedy tokens.
+    """
+    gate_ids = [list(sequence[:GATE_TOKENS]) for sequence in sequences[:GATE_SAMPLES]]
+    captured = engine.capture(gate_ids)
+    cosine, relative_error = _compare_states(engine, target, gate_ids, captured)
+
+    alone = torch.cat([engine.logits([ids])[0] for ids in gate_ids])  # (N, V), N positions of all samples
+    batched = torch.cat(engine.logits(gate_ids))  # (N, V)
+    logit_noise = _noise(alone, batched)
+
+    # The head as its file has it, not as the engine does: this also tells whether it is the same model.
+    lm_head = load_target_weights(Path(target.path)).lm_head
+    last = torch.cat([each.last_hidden_states for each in captured])  # (N, D)
+    from_states = (last @ lm_head.to(last.dtype).T).argmax(dim=-1)  # (N,)
+    top = alone.float().topk(2, dim=-1)
+    greedy = top.indices[:, 0]  # (N,)
+    is_clear = top.values[:, 0] - top.values[:, 1] > 2 * logit_noise  # (N,)
+    recorded = _recorded(gate_ids, greedy_masks, is_clear)
+    next_ids = torch.tensor([token for ids in gate_ids for token in [*ids[1:], 0]])  # (N,)
+
+    report = ParityReport(
+        num_samples=len(gate_ids),
+        num_positions=len(greedy),
+        capture_layers=engine.capture_layers,
+        cosine=cosine,
+        relative_error=relative_error,
+        logit_noise=logit_noise,
+        num_clear=int(is_clear.sum()),
+        agreement=_share(from_states == greedy, is_clear),
+        agreement_everywhere=_share(from_states == greedy, torch.ones_like(is_clear)),
+        num_recorded=int(recorded.sum()),
+        recorded_agreement=_share(next_ids == greedy, recorded) if recorded.any() else None,
+    )
+    _check_agreement(report)
+    return report
+
+
+def _compare_states(
+    engine: TransformersEngine, target: TargetConfig, gate_ids: list[list[int]], captured: list[Captured]
+) -> tuple[list[float], list[float]]:
+    """Returns mean cosines and relative errors, one per captured layer and one for the last state."""
+    own = [engine.hidden_states(ids) for ids in gate_ids]
+    boundaries = [torch.cat(states).float() for states in zip(*own, strict=True)]  # L+1 of (N, D)
+    aux = torch.cat([each.aux_hidden_states for each in captured]).float()  # (N, A*D)
+    last = torch.cat([each.last_hidden_states for each in captured]).float()  # (N, D)
+    wanted = [*engine.capture_layers, len(boundaries) - 1]
+    states = [*aux.split(last.shape[1], dim=1), last]
+    cosines, errors = [], []
+    for layer, state in zip(wanted, states, strict=True):
+        distances = [float(((state - own_).norm(dim=1) / own_.norm(dim=1)).mean()) for own_ in boundaries]
+        nearest = min(range(len(distances)), key=distances.__getitem__)
+        limit = MAX_RELATIVE_ERROR[target.dtype]
+        if distances[nearest] < distances[layer] or not distances[layer] <= limit:
+            name = f"captured layer {layer}" if layer < wanted[-1] else "the last hidden state"
+            raise ParityError(
+                f"{name} must be the target's hidden_states[{layer}] within a relative error of {limit}, got "
+                f"{distances[layer]:.3g}, and the nearest is hidden_states[{nearest}] at {distances[nearest]:.3g} "
+                f"({target.path}); this model class needs support of its own, report it"
+            )
+        cosines.append(float(torch.cosine_similarity(state, boundaries[layer], dim=1).mean()))
+        errors.append(distances[layer])
+    return cosines, errors
+
+
+def _noise(alone: Tensor, batched: Tensor) -> float:  # (N, V) each
+    """Returns the 99th percentile of the logits' change with the batch, at least the rounding of the largest ones.
+
+    At least, since an engine whose prefill does not depend on the batch still rounds otherwise when it decodes.
+    """
+    rows = torch.linspace(0, len(alone) - 1, min(NOISE_ROWS, len(alone))).long()
+    changes = (alone[rows].float() - batched[rows].float()).abs().flatten()
+    rounding = torch.finfo(alone.dtype).eps * float(alone[rows].max(dim=-1).values.abs().float().mean())
+    return max(rounding, float(changes.kthvalue(max(1, round(NOISE_QUANTILE * changes.numel()))).values))
+
+
+def _recorded(
+    gate_ids: list[list[int]], greedy_masks: Sequence[Sequence[bool]] | None, is_clear: Tensor
+) -> Tensor:  # (N,)
+    """Returns the clear positions whose next token was generated greedily."""
+    if greedy_masks is None:
+        return torch.zeros_like(is_clear)
+    flags = [flag for ids, mask in zip(gate_ids, greedy_masks, strict=False) for flag in [*mask[1 : len(ids)], False]]
+    return is_clear & torch.tensor(flags)
+
+
+def _share(matches: Tensor, where: Tensor) -> float:  # (N,), (N,)
+    return float((matches & where).sum() / where.sum().clamp(min=1))
+
+
+def _check_agreement(report: ParityReport) -> None:
+    if report.num_clear < WANTED_CLEAR_POSITIONS:
+        logger.warning(
+            "parity: %d positions are clear of noise, %d are wanted: the gate says little about this target",
+            report.num_clear,
+            WANTED_CLEAR_POSITIONS,
+        )
+    for what, share, count in (
+        ("argmax(lm_head(last)), with the head of the target's files,", report.agreement, report.num_clear),
+        ("the answers' recorded tokens", report.recorded_agreement, report.num_recorded),
+    ):
+        if share is not None and count and share < MIN_AGREEMENT:
+            raise ParityError(
+                f"{what} must be the engine's greedy tokens on {MIN_AGREEMENT:.0%} of the positions whose margin is "
+                f"above twice the noise of {report.logit_noise:.3g}, got {share:.1%} of {count}; the engine does not "
+                f"run the model that these files hold, or the states are not its last ones"
+            )

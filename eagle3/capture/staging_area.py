@@ -1,0 +1,151 @@
+"""The staging directory as one run sees it: claimed, kept within a budget of bytes, cleaned of dead runs.
+
+A run holds a lock file as long as it lives, so what a killed one left behind is told from what a living one uses
+without trusting process ids.
+"""
+
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import threading
+import time
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from eagle3.capture.staging import StagedSample, error_path, partial_path, read_sample, request_id, sample_path
+from eagle3.config import UserError
+
+LOCK_PREFIX, LOCK_SUFFIX = ".eagle3-", ".lock"
+POLL_SECONDS = (0.001, 0.05)  # first and longest pause between two looks for a file
+
+
+class SampleError(Exception):
+    """A sample did not come, or not whole; the message says why."""
+
+
+class StagingArea:
+    """A context manager; samples pass through its `directory`."""
+
+    def __init__(self, parent: Path, budget_bytes: int | None, *, shared: bool) -> None:
+        """`shared` uses `parent` itself, as running servers do; otherwise a new directory is made in it.
+
+        `budget_bytes` None is half of what is free there.
+
+        Raises:
+            UserError: `parent` is not a directory, or has less room than the budget.
+        """
+        if not parent.is_dir():
+            raise UserError(f"server.staging_dir must be a directory, got {str(parent)!r}; make it or name another one")
+        remove_dead_runs(parent)
+        free_bytes = shutil.disk_usage(parent).free
+        if budget_bytes is not None and budget_bytes > free_bytes:
+            raise UserError(
+                f"server.staging_bytes must be at most the {free_bytes:,} bytes that are free, got {budget_bytes:,} "
+                f"({parent}); lower it or name another server.staging_dir"
+            )
+        self.budget_bytes = free_bytes // 2 if budget_bytes is None else budget_bytes
+        self._run = secrets.token_hex(4)
+        self._parent = parent
+        self._shared = shared
+        self.directory = parent if shared else parent / f"eagle3-{self._run}"
+        self._numbers = count()
+        self._used_bytes = 0
+        self._changed = threading.Condition()
+
+    def __enter__(self) -> Self:
+        # Locked under another name first: a run that starts now would take a lock that nobody holds for a dead one's.
+        lock_path = self._parent / f"{LOCK_PREFIX}{self._run}{LOCK_SUFFIX}"
+        unlocked = lock_path.with_suffix(".new")
+        self._lock = os.open(unlocked, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        unlocked.rename(lock_path)
+        if not self._shared:
+            self.directory.mkdir(mode=0o700)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        _remove_run(self._parent, self._run)
+        os.close(self._lock)
+
+    def new_request_id(self, num_tokens: int) -> str:
+        """Returns an id that no other request of any run has."""
+        return request_id(num_tokens, f"{self._run}-{next(self._numbers)}")
+
+    def reserve(self, num_bytes: int, cancelled: threading.Event) -> bool:
+        """Waits for room in the budget; a sample larger than all of it has it for itself. False if `cancelled`."""
+        with self._changed:
+            while self._used_bytes and self._used_bytes + num_bytes > self.budget_bytes and not cancelled.is_set():
+                self._changed.wait(timeout=0.2)  # so that `cancelled` is seen
+            if cancelled.is_set():
+                return False
+            self._used_bytes += num_bytes
+            return True
+
+    def release(self, num_bytes: int) -> None:
+        """Gives room back."""
+        with self._changed:
+            self._used_bytes -= num_bytes
+            assert self._used_bytes >= 0, self._used_bytes
+            self._changed.notify_all()
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that are reserved: on their way, or waiting to be read."""
+        return self._used_bytes
+
+    def wait_for(self, request: str, timeout_seconds: float) -> None:
+        """Returns once a sample is there; the server writes it a moment after it has answered.
+
+        Raises:
+            SampleError: the server says that it cannot be whole, or it does not come.
+        """
+        path, failed = sample_path(self.directory, request), error_path(self.directory, request)
+        deadline = time.monotonic() + timeout_seconds
+        pause, longest = POLL_SECONDS
+        while not path.exists():
+            if failed.exists():
+                raise SampleError(json.loads(failed.read_text())["error"])
+            if time.monotonic() > deadline:
+                raise SampleError(f"the server answered but wrote nothing to {path} in {timeout_seconds:.0f} s")
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+
+    def take(self, request: str) -> StagedSample:
+        """Reads a sample and deletes its file."""
+        sample = read_sample(sample_path(self.directory, request))
+        self.discard(request)
+        return sample
+
+    def discard(self, request: str) -> None:
+        """Deletes what there is of a sample."""
+        for path in (sample_path, error_path, partial_path):
+            path(self.directory, request).unlink(missing_ok=True)
+
+
+def remove_dead_runs(parent: Path) -> None:
+    """Deletes what killed runs left in `parent`."""
+    for lock_path in parent.glob(f"{LOCK_PREFIX}*{LOCK_SUFFIX}"):
+        try:
+            lock = os.open(lock_path, os.O_WRONLY)
+        except FileNotFoundError:
+            continue  # its run has just ended, or another one cleans too
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue  # alive
+        finally:
+            os.close(lock)
+        _remove_run(parent, lock_path.name.removeprefix(LOCK_PREFIX).removesuffix(LOCK_SUFFIX))
+
+
+def _remove_run(parent: Path, run: str) -> None:
+    shutil.rmtree(parent / f"eagle3-{run}", ignore_errors=True)
+    for path in parent.glob(f"eagle3-*-{run}-*"):
+        path.unlink(missing_ok=True)
+    (parent / f"{LOCK_PREFIX}{run}{LOCK_SUFFIX}").unlink(missing_ok=True)

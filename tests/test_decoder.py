@@ -1,5 +1,6 @@
 """The reference decoder emits exactly the target's greedy tokens, and drafts as a drafter without a cache would."""
 
+import ast
 import copy
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from eagle3.draft.model import Eagle3Drafter
+from eagle3.evaluation import decoder as decoder_module
 from eagle3.evaluation.decoder import Answer, decode
 from eagle3.evaluation.target import LocalTarget
 
@@ -157,3 +159,9 @@ def test_an_answer_stops_at_the_end_token_inside_a_round(
         seen: list[Answer] = []
         decode(ending, drafter, prompts, num_draft_tokens=4, max_new_tokens=24, batch_size=6, on_answer=seen.append)
         assert sorted(a.token_ids for a in seen) == sorted(expected)
+
+
+def test_the_decoder_shares_only_the_drafters_step_with_training() -> None:
+    tree = ast.parse(Path(decoder_module.__file__).read_text())
+    ours = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and "eagle3" in str(node.module)}
+    assert ours == {"eagle3.draft.model", "eagle3.evaluation.target"}

@@ -56,6 +56,23 @@ class RegenerateConfig:
 
 
 @dataclass(frozen=True)
+class ServerConfig:
+    """The SGLang server that runs the target: started on this machine, or already running on it."""
+
+    urls: list[str] = field(default_factory=list)  # running servers, which share the work; empty: one is started
+    python: str | None = None  # interpreter of the serving environment; null: this one
+    tensor_parallel_size: int = 1
+    flags: dict[str, Any] = field(default_factory=dict)  # SGLang's, as `dtype: float32`; true: bare; false: not passed
+    env: dict[str, Any] = field(default_factory=dict)  # of the server that is started, NCCL's variables among others
+    log: str = "ckpts/sglang.log"  # of the server that is started
+    staging_dir: str = "/dev/shm"  # samples pass through it; with urls it is the servers' EAGLE3_CAPTURE_DIR
+    staging_bytes: int | None = None  # samples wait rather than fill more of it; null: half of what is free
+    max_requests: int = 128  # in flight, per server
+    startup_timeout_seconds: int = 3600  # a terabyte of weights takes ten minutes to load
+    request_timeout_seconds: int = 600  # a server that answers nothing for so long counts as hung
+
+
+@dataclass(frozen=True)
 class StoreConfig:
     """Where captured features go."""
 

@@ -54,7 +54,7 @@ class ServerFacts:
 
     version: str
     model_path: str
-    max_tokens: int  # of prompt and answer together
+    max_tokens: int  # of the longest prompt
     settings: dict[str, Any]  # all of its arguments
 
 
@@ -72,13 +72,16 @@ class Server:
             requests.RequestException: nobody answers in time.
             ServerError: the server refuses; the message has its words.
         """
-        # A session per call: its lock-free use by many threads is not promised, and localhost connects in no time.
-        with requests.Session() as session:
-            session.trust_env = False  # no proxy between two processes of a machine
+        with self._session() as session:
             response = session.post(self.url + path, json=body, timeout=(10, timeout_seconds))
         if not response.ok:
             raise ServerError(f"the server must answer {path}, got {response.status_code}: {response.text[:500]}")
         return response.json()
+
+    def abort(self, request_id: str) -> None:
+        """Asks the server to drop a request, if it still can."""
+        with suppress(requests.RequestException), self._session() as session:
+            session.post(f"{self.url}/abort_request", json={"rid": request_id}, timeout=5)
 
     def facts(self) -> ServerFacts:
         """Asks the server what it is.
@@ -87,13 +90,12 @@ class Server:
             ServerError: nobody answers, or not an SGLang server.
         """
         try:
-            with requests.Session() as session:
-                session.trust_env = False
+            with self._session() as session:
                 info = session.get(f"{self.url}/server_info", timeout=30).json()
             return ServerFacts(
                 version=info["version"],
                 model_path=info["model_path"],
-                max_tokens=info["max_req_input_len"] + 1,
+                max_tokens=info["max_req_input_len"] - 1,  # SGLang takes prompts of fewer
                 settings=info,
             )
         except (requests.RequestException, KeyError) as error:
@@ -139,6 +141,13 @@ class Server:
         """Whether this process started it, and may restart it."""
         return self._process is not None
 
+    @staticmethod
+    def _session() -> requests.Session:
+        """Returns a new one: threads may not share them, and connecting within a machine takes no time."""
+        session = requests.Session()
+        session.trust_env = False  # no proxy either
+        return session
+
     def _last_line(self) -> str:
         return self._process.last_lines(1)[:100] if self._process is not None else ""
 
@@ -153,15 +162,16 @@ class ServerProcess:
         self._command = command
         self._env = env
         self._log_path = log_path
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        log_path.write_bytes(b"")
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Starts the server; its output goes to the log file, which begins anew."""
-        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        """Starts the server; its output goes to the end of the log file."""
         python, *arguments = self._command
         command = [python, "-c", START_WITH_US, str(os.getpid()), *arguments]
         logger.info("starting %s (log: %s)", " ".join(self._command), self._log_path)
-        with self._log_path.open("wb") as log:
+        with self._log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 command,
                 env=dict(self._env),
@@ -172,8 +182,8 @@ class ServerProcess:
             )
 
     def stop(self) -> None:
-        """Ends the whole group."""
-        process = self._process
+        """Ends the whole group; members that outlive the launcher would hold the GPUs' memory."""
+        process, self._process = self._process, None
         if process is None:
             return
         for number in (signal.SIGTERM, signal.SIGKILL):
@@ -181,10 +191,6 @@ class ServerProcess:
                 os.killpg(process.pid, number)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_SECONDS)
-        # Members that outlive the launcher must not outlive it long: they hold the GPUs' memory.
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        self._process = None
 
     def check_alive(self) -> None:
         """Raises a ServerError with the last lines of the log if the server has ended."""
@@ -220,7 +226,8 @@ def running_server(
     port = free_port()
     # The address is ours to choose: a server that answers elsewhere would answer to anybody.
     address = {"host": "127.0.0.1", "port": port}
-    asked = {"model-path": model_path, "tp-size": config.tensor_parallel_size, **flags, **config.flags, **address}
+    own = {name.replace("_", "-"): value for name, value in config.flags.items()}
+    asked = {"model-path": model_path, "tp-size": config.tensor_parallel_size, **flags, **own, **address}
     command = [python, "-m", "sglang.launch_server", *flag_arguments(asked)]
     variables = {**os.environ, **{name: str(value) for name, value in config.env.items()}, **env}
     process = ServerProcess(command, variables, Path(config.log))

@@ -9,7 +9,6 @@ import json
 import os
 import secrets
 import shutil
-import threading
 import time
 from itertools import count
 from pathlib import Path
@@ -53,8 +52,7 @@ class StagingArea:
         self._shared = shared
         self.directory = parent if shared else parent / f"eagle3-{self._run}"
         self._numbers = count()
-        self._used_bytes = 0
-        self._changed = threading.Condition()
+        self.used_bytes = 0  # of samples that were asked for and not read yet
 
     def __enter__(self) -> Self:
         # Locked under another name first: a run that starts now would take a lock that nobody holds for a dead one's.
@@ -77,27 +75,17 @@ class StagingArea:
         """Returns an id that no other request of any run has."""
         return request_id(num_tokens, f"{self._run}-{next(self._numbers)}")
 
-    def reserve(self, num_bytes: int, cancelled: threading.Event) -> bool:
-        """Waits for room in the budget; a sample larger than all of it has it for itself. False if `cancelled`."""
-        with self._changed:
-            while self._used_bytes and self._used_bytes + num_bytes > self.budget_bytes and not cancelled.is_set():
-                self._changed.wait(timeout=0.2)  # so that `cancelled` is seen
-            if cancelled.is_set():
-                return False
-            self._used_bytes += num_bytes
-            return True
+    def reserve(self, num_bytes: int) -> bool:
+        """Takes room, if there is some; a sample larger than the whole budget has it for itself."""
+        if self.used_bytes and self.used_bytes + num_bytes > self.budget_bytes:
+            return False
+        self.used_bytes += num_bytes
+        return True
 
     def release(self, num_bytes: int) -> None:
         """Gives room back."""
-        with self._changed:
-            self._used_bytes -= num_bytes
-            assert self._used_bytes >= 0, self._used_bytes
-            self._changed.notify_all()
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes that are reserved: on their way, or waiting to be read."""
-        return self._used_bytes
+        self.used_bytes -= num_bytes
+        assert self.used_bytes >= 0, self.used_bytes
 
     def wait_for(self, request: str, timeout_seconds: float) -> None:
         """Returns once a sample is there; the server writes it a moment after it has answered.
@@ -115,6 +103,11 @@ class StagingArea:
                 raise SampleError(f"the server answered but wrote nothing to {path} in {timeout_seconds:.0f} s")
             time.sleep(pause)
             pause = min(2 * pause, longest)
+
+    def recorded_boundaries(self) -> list[int] | None:
+        """Returns what the plugin said when it was last started here, None if it never was."""
+        markers = sorted(self.directory.glob("plugin-*.json"), key=lambda path: path.stat().st_mtime)
+        return json.loads(markers[-1].read_text())["boundaries"] if markers else None
 
     def take(self, request: str) -> StagedSample:
         """Reads a sample and deletes its file."""

@@ -1,0 +1,310 @@
+"""The target behind SGLang servers: captures states, generates answers.
+
+The same interface as the target in this process. A sample waits in the staging directory until it is read, and no
+more of them are asked for than fit its budget.
+"""
+
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from eagle3.capture.dispatch import Dispatcher, Job, JobError, SetAside
+from eagle3.capture.generation import Generation
+from eagle3.capture.inprocess import Captured
+from eagle3.capture.loops import first_occurrence_end
+from eagle3.capture.server import Server, ServerError, ServerFacts
+from eagle3.capture.staging_area import SampleError, StagingArea
+from eagle3.config import RegenerateConfig, ServerConfig, UserError
+
+PROBE_IDS = [0, 1, 2]
+FILE_SECONDS = 60  # between an answer and its sample, at most: the server's writer may be gigabytes behind
+ATTACHED_SECONDS = 60  # for a server that somebody else started to answer
+
+
+@dataclass(frozen=True)
+class TopTwo:
+    """The two likeliest next tokens at each position of a sequence, from the engine's own logits."""
+
+    ids: Tensor  # (T, 2) int64
+    logprobs: Tensor  # (T, 2) fp32
+
+
+class SGLangEngine:
+    """Runs the target in servers that record."""
+
+    def __init__(
+        self, servers: Sequence[Server], area: StagingArea, config: ServerConfig, capture_layers: Sequence[int]
+    ) -> None:
+        """Waits until each server has recorded a sample.
+
+        Raises:
+            UserError: a server died, does not answer, or records nothing or other layers.
+        """
+        self.capture_layers = list(capture_layers)
+        self._servers = list(servers)
+        self._area = area
+        self._config = config
+        for server in servers:
+            self._wait_until_ready(server)
+        self.facts: list[ServerFacts] = [server.facts() for server in servers]
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the longest sequence that each server takes."""
+        return min(facts.max_tokens for facts in self.facts)
+
+    def capture(self, sequences: Sequence[Sequence[int]]) -> list[Captured]:
+        """Runs sequences and returns their states, in their order.
+
+        Raises:
+            UserError: a sequence has no states.
+        """
+        captured: dict[int, Captured] = {}
+        for index, result in self.capture_each(sequences):
+            if isinstance(result, SetAside):
+                raise UserError(f"sequence {index} must be captured, got {result.reason}")
+            captured[index] = result
+        return [captured[index] for index in range(len(captured))]
+
+    def capture_each(self, sequences: Iterable[Sequence[int]]) -> Iterator[tuple[int, Captured | SetAside]]:
+        """Runs sequences, each taken when there is room for it; yields (its place, states) as they come.
+
+        Raises:
+            UserError: a server stays away, or a sequence is longer than it takes.
+        """
+        task = _Capture(self._area, self._config, self._bytes_per_token, self._recover)
+        for job, result in self._dispatch(task, sequences):
+            yield job.index, result
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        settings: RegenerateConfig,
+        *,
+        max_tokens: int | None = None,
+        on_tokens: Callable[[int], None] = lambda num_tokens: None,
+    ) -> list[Generation]:
+        """Answers each prompt; prompt and answer together have at most `max_tokens` (and the servers' limit).
+
+        Raises:
+            UserError: a server stays away, or a prompt has no answer.
+        """
+        limit = min(self.max_tokens, max_tokens or self.max_tokens)
+        task = _Generate(settings, limit, self._config, self._recover)
+        answers: dict[int, Generation] = {}
+        for job, result in self._dispatch(task, prompts):
+            if isinstance(result, SetAside):
+                raise UserError(f"prompt {job.index} must be answered, got {result.reason}")
+            answers[job.index] = result
+            on_tokens(len(result.ids))
+        return [answers[index] for index in range(len(answers))]
+
+    def top_two(self, sequences: Sequence[Sequence[int]]) -> list[TopTwo]:
+        """Returns what the engine itself would say at each position, for gates.
+
+        Raises:
+            UserError: a server stays away, or a sequence has no answer.
+        """
+        found: dict[int, TopTwo] = {}
+        for job, result in self._dispatch(_TopTwo(self._config, self._recover), sequences):
+            if isinstance(result, SetAside):
+                raise UserError(f"sequence {job.index} must be scored, got {result.reason}")
+            found[job.index] = result
+        return [found[index] for index in range(len(found))]
+
+    def _dispatch(self, task: Any, sequences: Iterable[Sequence[int]]) -> Iterator[tuple[Job, Any]]:
+        jobs = (Job(index, self._checked(sequence)) for index, sequence in enumerate(sequences))
+        return Dispatcher(self._servers, self._config.max_requests, task).run(jobs)
+
+    def _checked(self, sequence: Sequence[int]) -> list[int]:
+        if not 0 < len(sequence) <= self.max_tokens:
+            raise UserError(
+                f"sequences must have 1 to {self.max_tokens} tokens, which the server takes, got {len(sequence)}; "
+                f"lower prompts.max_tokens, or raise context-length and max-total-tokens in server.flags"
+            )
+        return list(sequence)
+
+    def _recover(self, server: Server) -> None:
+        if server.is_ours:
+            server.restart()
+        self._wait_until_ready(server)
+
+    def _wait_until_ready(self, server: Server) -> None:
+        patience = self._config.startup_timeout_seconds if server.is_ours else ATTACHED_SECONDS
+        server.wait_until(partial(self._probe, server), patience)
+
+    def _probe(self, server: Server) -> None:
+        """Records three tokens; raises what is wrong with them."""
+        request_id = self._area.new_request_id(len(PROBE_IDS))
+        # The first forward of a server may compile kernels for minutes.
+        server.post("/generate", prefill_body(PROBE_IDS, request_id), self._config.startup_timeout_seconds)
+        try:
+            self._area.wait_for(request_id, FILE_SECONDS)
+            sample = self._area.take(request_id)
+        except SampleError as error:
+            server.check_alive()
+            raise ServerError(
+                f"{server.url} must record what it runs, got {error}; start it with eagle3 installed beside sglang and "
+                f"with EAGLE3_CAPTURE_DIR={self._area.directory}"
+            ) from error
+        boundaries = self._area.recorded_boundaries()
+        if boundaries != self.capture_layers:
+            raise ServerError(
+                f"{server.url} must record the boundaries {self.capture_layers}, got {boundaries}; "
+                f"start it with EAGLE3_CAPTURE_LAYERS={','.join(map(str, self.capture_layers))}"
+            )
+        tensors = (sample.input_ids, sample.aux_hidden_states, sample.last_hidden_states)
+        self._bytes_per_token = sum(tensor.nbytes for tensor in tensors) // len(PROBE_IDS)
+
+
+class _Capture:
+    """One prefill per sequence, whose states come as a file."""
+
+    def __init__(
+        self, area: StagingArea, config: ServerConfig, bytes_per_token: int, recover: Callable[[Server], None]
+    ) -> None:
+        self.recover = recover
+        self._area = area
+        self._config = config
+        self._bytes_per_token = bytes_per_token
+
+    def prepare(self, job: Job) -> bool:
+        if not self._area.reserve(len(job.input_ids) * self._bytes_per_token):
+            return False
+        job.request_id = self._area.new_request_id(len(job.input_ids))
+        return True
+
+    def run(self, server: Server, job: Job) -> None:
+        body = prefill_body(job.input_ids, job.request_id)
+        answer = post_job(server, body, self._config.request_timeout_seconds)
+        num_tokens = answer["meta_info"]["prompt_tokens"]
+        if num_tokens != len(job.input_ids):
+            raise JobError(f"the server must run {len(job.input_ids)} tokens, got {num_tokens}")
+        try:
+            self._area.wait_for(job.request_id, FILE_SECONDS)
+        except SampleError as error:
+            raise JobError(str(error)) from error
+
+    def collect(self, job: Job, answer: object) -> Captured:
+        sample = self._area.take(job.request_id)
+        if not torch.equal(sample.input_ids, torch.tensor(job.input_ids, dtype=sample.input_ids.dtype)):
+            raise JobError(f"the states must be those of the sequence, got {len(sample.input_ids)} other tokens")
+        return Captured(sample.aux_hidden_states, sample.last_hidden_states)
+
+    def clear(self, job: Job) -> None:
+        self._area.discard(job.request_id)
+        self._area.release(len(job.input_ids) * self._bytes_per_token)
+
+
+class _Generate:
+    """Answers as token ids; their requests are not recorded."""
+
+    def __init__(
+        self, settings: RegenerateConfig, max_tokens: int, config: ServerConfig, recover: Callable[[Server], None]
+    ) -> None:
+        self.recover = recover
+        self._settings = settings
+        self._max_tokens = max_tokens
+        self._config = config
+        self._request_ids = request_ids()
+
+    def prepare(self, job: Job) -> bool:
+        job.request_id = self._request_ids()
+        return True
+
+    def run(self, server: Server, job: Job) -> Generation:
+        room = self._max_tokens - len(job.input_ids)
+        assert room > 0, f"prompts must have fewer than max_tokens={self._max_tokens} tokens, got {len(job.input_ids)}"
+        sampling = {
+            "max_new_tokens": min(self._settings.max_new_tokens, room),
+            "temperature": self._settings.temperature,
+            "top_p": self._settings.top_p,
+            "top_k": -1,  # what is not said here would be what the server prefers
+            "repetition_penalty": 1.0,
+            "sampling_seed": prompt_seed(self._settings.seed, job.input_ids),
+        }
+        body = {"input_ids": job.input_ids, "rid": job.request_id, "sampling_params": sampling}
+        answer = post_job(server, body, self._config.request_timeout_seconds)
+        ids = answer["output_ids"]
+        end = first_occurrence_end(ids) if self._settings.cut_loops else None
+        if end is not None:
+            return Generation(ids[:end], finished=False, looped=True)
+        return Generation(ids, finished=answer["meta_info"]["finish_reason"]["type"] == "stop", looped=False)
+
+    def collect(self, job: Job, answer: object) -> Generation:
+        assert isinstance(answer, Generation)
+        return answer
+
+    def clear(self, job: Job) -> None:
+        """Nothing was claimed."""
+
+
+class _TopTwo:
+    """One prefill per sequence, with the engine's own log-probabilities."""
+
+    def __init__(self, config: ServerConfig, recover: Callable[[Server], None]) -> None:
+        self.recover = recover
+        self._config = config
+        self._request_ids = request_ids()
+
+    def prepare(self, job: Job) -> bool:
+        job.request_id = self._request_ids()
+        return True
+
+    def run(self, server: Server, job: Job) -> TopTwo:
+        body = prefill_body(job.input_ids, job.request_id)
+        body |= {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
+        answer = post_job(server, body, self._config.request_timeout_seconds)
+        # The first token of a prompt has no logprobs; what follows the last one is the output's.
+        rows = [*answer["meta_info"]["input_top_logprobs"][1:], *answer["meta_info"]["output_top_logprobs"]]
+        return TopTwo(
+            ids=torch.tensor([[token for _, token, _ in row] for row in rows]),
+            logprobs=torch.tensor([[logprob for logprob, _, _ in row] for row in rows]),
+        )
+
+    def collect(self, job: Job, answer: object) -> TopTwo:
+        assert isinstance(answer, TopTwo)
+        return answer
+
+    def clear(self, job: Job) -> None:
+        """Nothing was claimed."""
+
+
+def prefill_body(input_ids: list[int], request_id: str) -> dict[str, Any]:
+    """Returns a request for one prefill of exactly these tokens."""
+    return {
+        "input_ids": input_ids,
+        "rid": request_id,
+        "extra_key": request_id,  # a name space of its own in the prefix cache, where that is on
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+    }
+
+
+def post_job(server: Server, body: dict[str, Any], timeout_seconds: float) -> dict[str, Any]:
+    """Sends a request for tokens, which the server may refuse with a JobError."""
+    try:
+        answer: dict[str, Any] = server.post("/generate", body, timeout_seconds)
+    except ServerError as error:
+        raise JobError(str(error)) from error
+    reason = answer["meta_info"]["finish_reason"]
+    if reason["type"] == "abort":
+        raise JobError(f"the server must finish the request, got {reason}")
+    return answer
+
+
+def prompt_seed(seed: int, prompt: list[int]) -> int:
+    """Returns a seed of a prompt's own, so that its answer does not depend on its neighbours."""
+    return xxhash.xxh3_64_intdigest(f"{seed} {prompt}".encode()) % 2**63
+
+
+def request_ids() -> Callable[[], str]:
+    """Returns a maker of ids that no other request has and that are not recorded."""
+    run, numbers = secrets.token_hex(4), count()
+    return lambda: f"{run}-{next(numbers)}"

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from rich.progress import Progress
 from tiny_training import tiny_config, write_target_and_store
 
 from eagle3.config import TrainConfig
@@ -101,7 +102,14 @@ def test_held_out_tau_does_not_depend_on_how_samples_are_packed(base: TrainConfi
     for _ in range(4):
         take_step(engine, batch, learning_rate=1e-2)
     found = [
-        validate(engine.module, inputs.store, inputs.held_out_indices, batch_tokens=batch_tokens, world=engine.world)
+        validate(
+            engine.module,
+            inputs.store,
+            inputs.held_out_indices,
+            batch_tokens=batch_tokens,
+            world=engine.world,
+            bars=Progress(disable=True),
+        )
         for batch_tokens in (20, 1000)
     ]
     assert found[0].acceptance == found[1].acceptance

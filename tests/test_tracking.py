@@ -2,6 +2,7 @@
 
 import json
 import logging
+import time
 from pathlib import Path
 
 import pytest
@@ -86,7 +87,10 @@ def test_wandb_runs_offline_without_a_login(
         first_id = wandb.run.id
     assert "W&B: offline in" in caplog.text
     (recorded,) = (run_dir / "wandb").glob("offline-run-*/*.wandb")
-    assert b"top1/2" in recorded.read_bytes()  # a curve for each draft position
+    deadline = time.monotonic() + 20  # W&B's own process writes it, some time after the run has ended
+    while b"top1/2" not in recorded.read_bytes():  # a curve for each draft position
+        assert time.monotonic() < deadline, recorded.read_bytes()
+        time.sleep(0.05)
     assert (run_dir / "wandb-id").read_text() == first_id
     assert lines(run_dir) == [{"step": 3, "loss": 0.5, "top1": [0.25, None, 0.75]}]
 

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from rich.console import Console
+from rich.progress import track
 from torch import Tensor
 
 from eagle3.config import DataConfig, UserError
@@ -56,7 +58,9 @@ def has_counted_row(loss_mask: Tensor) -> bool:  # (T,)
 def usable_samples(store: FeatureStore, indices: Sequence[int], max_tokens: int) -> UsableSamples:
     """Leaves out samples that are too long or would train nothing."""
     short = [index for index in indices if store.entries[index].num_tokens <= max_tokens]
-    counted = [index for index in short if has_counted_row(store.loss_mask(index))]
+    # Quick for thousands of samples, half a minute for a million.
+    bar = track(short, "reading loss masks", console=Console(stderr=True), transient=True)
+    counted = [index for index in bar if has_counted_row(store.loss_mask(index))]
     return UsableSamples(counted, len(indices) - len(short), len(short) - len(counted))
 
 

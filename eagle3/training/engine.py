@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from eagle3.config import ObjectiveConfig, OptimizerConfig, TrainConfig
 from eagle3.draft.model import Eagle3Drafter
-from eagle3.draft.objective import TTTSums, ttt_sums
+from eagle3.draft.objective import ttt_sums
 from eagle3.draft.target_weights import TargetWeights
 from eagle3.draft.ttt import PackedSequences
 from eagle3.training.distributed import Setup, World, check_setup
@@ -42,10 +42,15 @@ class TTTModule(nn.Module):
         """Returns the context that every forward runs in; parameters keep their own dtype."""
         return torch.autocast(self.drafter.d2t.device.type, dtype=torch.bfloat16, enabled=self.bf16)
 
-    def forward(self, packed: PackedSequences, step_weights: Tensor | None = None) -> TTTSums:
-        """Scores a pack; step_weights (K,) replace the decay ** k of the objective."""
+    def forward(self, packed: PackedSequences, step_weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Returns the loss () and the sums (4, K) of `MetricSums` of a pack.
+
+        step_weights (K,) replace the decay ** k of the objective. Tensors in a tuple, and no dataclass: DeepSpeed looks
+        for tensors in what a forward returns, to do before their backward what a backward needs. Where it finds none,
+        its bf16 optimizer adds the gradients of earlier micro-steps once more.
+        """
         with self.autocast():
-            return ttt_sums(
+            sums = ttt_sums(
                 self.drafter,
                 self.target,
                 packed,
@@ -54,6 +59,7 @@ class TTTModule(nn.Module):
                 renormalise=self.objective.renormalise,
                 step_weights=step_weights,
             )
+        return sums.loss, torch.stack([sums.cross_entropy, sums.num_counted, sums.num_top1, sums.acceptance])
 
 
 class Engine:

@@ -89,11 +89,11 @@ def take_step(engine: Engine, batch: StepBatch, *, learning_rate: float, stop_re
     sums = torch.zeros(4, objective.ttt_steps, dtype=torch.float64, device=device)
     for index, packed in enumerate(batch.packs):
         with engine.accumulating(is_last=index == len(batch.packs) - 1):
-            result = engine.model(packed.to(device), step_weights if index < num_real else 0 * step_weights)
-            engine.backward(result.loss)
+            loss, pack_sums = engine.model(packed.to(device), step_weights if index < num_real else 0 * step_weights)
+            engine.backward(loss)
         if index < num_real:
-            losses[index, engine.world.rank] = result.loss.detach()
-            sums += torch.stack([result.cross_entropy, result.num_counted, result.num_top1, result.acceptance])
+            losses[index, engine.world.rank] = loss.detach()
+            sums += pack_sums
 
     # One collective and one wait for the device: sums, losses and whether somebody was asked to stop.
     flag = torch.tensor([float(stop_requested)], dtype=torch.float64, device=device)

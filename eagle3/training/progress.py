@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 
 from eagle3.config import ObjectiveConfig
 from eagle3.tracking import Metrics, Tracker
@@ -107,21 +107,28 @@ class StepLog:
 
 
 @contextmanager
-def progress_bar(num_steps: int, first_step: int, *, shown: bool) -> Iterator[Progress]:
-    """Shows a bar at the bottom of a terminal, log lines above it; its one task is steps."""
+def progress_bars(*, shown: bool) -> Iterator[Progress]:
+    """Opens a display of bars at the bottom of a terminal, log lines above it."""
     console = Console(stderr=True)
-    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as progress:
-        progress.add_task("steps", total=num_steps, completed=first_step)
-        # The bar stands in for sys.stderr while it is shown; handlers made before still hold the real one.
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _RateColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bars:
+        # The display stands in for sys.stderr; handlers that were made before hold the real one.
         handlers = [h for h in logging.getLogger().handlers if isinstance(h, logging.StreamHandler)]
-        streams = [handler.setStream(sys.stderr) for handler in handlers if handler.stream is sys.__stderr__]
+        held = [handler for handler in handlers if handler.stream is sys.__stderr__]
+        for handler in held:
+            handler.setStream(sys.stderr)
         try:
-            yield progress
+            yield bars
         finally:
-            for handler, stream in zip(handlers, streams, strict=False):
-                if stream is not None:
-                    handler.setStream(stream)
+            for handler in held:
+                handler.setStream(sys.__stderr__)
+
+
+class _RateColumn(ProgressColumn):
+    def render(self, task: Task) -> str:
+        return "" if task.speed is None else f"{task.speed:.2f}/s"
 
 
 def _digits(values: Sequence[float]) -> str:

@@ -10,6 +10,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 import torch
+from rich.progress import Progress
 
 from eagle3.config import TrainConfig, config_to_dict
 from eagle3.draft.export import export_drafter
@@ -28,7 +29,7 @@ from eagle3.training.engine import Engine, TTTModule
 from eagle3.training.inputs import Inputs, load_inputs
 from eagle3.training.model_card import model_card
 from eagle3.training.optimizer_step import learning_rate_at, take_step
-from eagle3.training.progress import StepLog, progress_bar
+from eagle3.training.progress import StepLog, progress_bars
 from eagle3.training.validation import Validation, validate
 
 logger = logging.getLogger(__name__)
@@ -84,12 +85,13 @@ def take_steps(run: Run, state: TrainState, tracker: Tracker | None, stop: "Stop
     config, settings, engine = run.config, run.config.run, run.engine
     log = StepLog(config.objective, run.num_steps, run.batches.steps_per_epoch, tracker)
     first_step = saved_step = state.step
-    with progress_bar(run.num_steps, state.step, shown=engine.world.is_main) as bar:
+    with progress_bars(shown=engine.world.is_main) as bars:
+        steps_bar = bars.add_task("steps", total=run.num_steps, completed=state.step)
         while True:
             # Validation comes first, so that a checkpoint knows the tau of its step; step 0 is the untrained drafter.
             is_last = state.step == run.num_steps
             if state.validated_step != state.step and (is_last or state.step % settings.validate_every == 0):
-                state = validate_and_export(run, state, log)
+                state = validate_and_export(run, state, log, bars)
             is_due = is_last or state.step % settings.save_every == 0 or state.best_step == state.step
             if is_due and state.step > saved_step:
                 save(run, state)
@@ -103,7 +105,7 @@ def take_steps(run: Run, state: TrainState, tracker: Tracker | None, stop: "Stop
                 result = take_step(engine, batch, learning_rate=learning_rate, stop_requested=stop.requested)
             state = dataclasses.replace(state, step=state.step + 1, position=batch.next_position)
             log.add(result, batch)
-            bar.advance(bar.task_ids[0])
+            bars.advance(steps_bar)
             if state.step % settings.log_every == 0 or state.step == run.num_steps or state.step == first_step + 1:
                 log.write(state.step, learning_rate)
 
@@ -113,7 +115,7 @@ def take_steps(run: Run, state: TrainState, tracker: Tracker | None, stop: "Stop
                 return
 
 
-def validate_and_export(run: Run, state: TrainState, log: StepLog) -> TrainState:
+def validate_and_export(run: Run, state: TrainState, log: StepLog, bars: Progress) -> TrainState:
     """Measures the held-out tau; the best drafter so far becomes the exported one."""
     validation = validate(
         run.engine.module,
@@ -121,6 +123,7 @@ def validate_and_export(run: Run, state: TrainState, log: StepLog) -> TrainState
         run.inputs.held_out_indices,
         batch_tokens=run.config.data.batch_tokens,
         world=run.engine.world,
+        bars=bars,
     )
     state = after_validation(state, validation)
     is_best = state.best_step == state.step

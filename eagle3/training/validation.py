@@ -6,6 +6,7 @@ Training loss keeps falling while the acceptance length peaks and drops, so both
 from dataclasses import dataclass
 
 import torch
+from rich.progress import Progress
 
 from eagle3.draft.acceptance import Acceptance, AnswerRounds, answer_rounds, summarise
 from eagle3.draft.ttt import chain_matches, pack
@@ -28,20 +29,22 @@ class Validation:
 
 @torch.no_grad()
 def validate(
-    module: TTTModule, store: FeatureStore, indices: list[int], *, batch_tokens: int, world: World
+    module: TTTModule, store: FeatureStore, indices: list[int], *, batch_tokens: int, world: World, bars: Progress
 ) -> Validation:
     """Scores the samples at `indices`, dealt over the ranks; every rank gets the same result."""
     ttt_steps = module.objective.ttt_steps
     sums = torch.zeros(4, ttt_steps, dtype=torch.float64, device=world.device)
     rounds: list[AnswerRounds] = []
     packs = deal([store.entries[index].num_tokens for index in indices], batch_tokens, world.size)
+    bar = bars.add_task("held-out samples", total=len(indices) / world.size)
     for members in packs[world.rank :: world.size]:
         packed = pack([store[indices[i]] for i in members]).to(world.device)
-        result = module(packed)
-        sums += torch.stack([result.cross_entropy, result.num_counted, result.num_top1, result.acceptance])
+        sums += module(packed)[1]
         with module.autocast():
             chains = chain_matches(module.drafter, module.target.embed_tokens, packed, ttt_steps)
         rounds += answer_rounds(packed, chains)
+        bars.advance(bar, len(members))
+    bars.remove_task(bar)
     # By sample, so that the resampling does not depend on how they were dealt; answers of one stay in order.
     everywhere = sorted((each for part in gather(rounds) for each in part), key=lambda each: each.sample_id)
     return Validation(summarise(everywhere, BOOTSTRAP_SEED), MetricSums(*reduce_sum(sums).cpu()))

@@ -1,0 +1,96 @@
+"""What a run says: fixed digits, the same numbers in metrics, and time left from the time of steps alone."""
+
+import io
+import json
+import logging
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from eagle3.config import ObjectiveConfig, TrackingConfig
+from eagle3.tracking import METRICS_NAME, Tracker
+from eagle3.training.batches import Position, StepBatch
+from eagle3.training.optimizer_step import MetricSums, StepResult
+from eagle3.training.progress import StepLog, progress_bars
+
+OBJECTIVE = ObjectiveConfig(ttt_steps=2, ttt_decay=0.5)
+BATCH = StepBatch(
+    packs=[], has_filler=False, sample_ids=[["a"]], num_tokens=300, num_supervised=100, next_position=Position()
+)
+
+
+def f64(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+RESULT = StepResult(MetricSums(f64(40, 10), f64(20, 10), f64(10, 2), f64(5, 1)), grad_norm=1.25, stop_requested=False)
+
+
+def test_a_line_averages_the_steps_since_the_last_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), Tracker(tmp_path, TrackingConfig(wandb="disabled"), {}, step=0) as tracker:
+        log = StepLog(OBJECTIVE, num_steps=10, steps_per_epoch=4, tracker=tracker)
+        for step in (1, 2):
+            with log.clock():
+                time.sleep(0.01)
+            log.add(RESULT, BATCH)
+            if step == 2:
+                log.write(step, learning_rate=5e-4)
+        time.sleep(0.2)  # a validation: no time of steps
+        with log.clock():
+            time.sleep(0.01)
+        log.add(RESULT, BATCH)
+        log.write(3, learning_rate=4e-4)
+    pattern = (
+        r"step 000002/000010  loss 2\.2500  top1 0\.500 0\.200  acceptance 0\.250 0\.100  grad 1\.2500  lr 5\.00e-04  "
+        r"\d+ tokens/s \(\d+ supervised\)  0:00:00 left"
+    )
+    assert re.fullmatch(pattern, caplog.messages[0])
+    first, second = (json.loads(line) for line in (tmp_path / METRICS_NAME).read_text().splitlines())
+    assert first["loss"] == second["loss"] == 2.25  # (40 + 0.5 * 10) / 20
+    assert (first["top1"], first["acceptance"]) == ([0.5, 0.2], [0.25, 0.1])
+    assert (first["epoch"], second["epoch"]) == (0.5, 0.75)
+    assert first["tokens_per_second"] == pytest.approx(3 * first["supervised_tokens_per_second"])
+    assert 300 / 0.1 < second["tokens_per_second"] <= 300 / 0.01
+
+
+def test_other_ranks_track_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    log = StepLog(OBJECTIVE, num_steps=1, steps_per_epoch=1, tracker=None)
+    with log.clock():
+        time.sleep(0.001)
+    log.add(RESULT, BATCH)
+    log.write(1, learning_rate=0.0)
+
+
+def test_bars_are_shown_in_a_terminal_only(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_bars(shown=True) as bars:
+        task = bars.add_task("steps", total=10, completed=4)
+        bars.advance(task)
+        assert bars.tasks[0].completed == 5
+    assert capsys.readouterr().err == ""
+
+
+def test_log_lines_go_above_the_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    handler = logging.StreamHandler(terminal)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(sys, "__stderr__", terminal)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes the stream for a terminal
+    logging.getLogger().addHandler(handler)
+    try:
+        with progress_bars(shown=True) as bars:
+            bars.add_task("steps", total=10, completed=4)
+            bars.refresh()
+            assert handler.stream is not terminal
+            logging.getLogger("eagle3").error("a line")
+        assert handler.stream is terminal
+    finally:
+        logging.getLogger().removeHandler(handler)
+    shown = terminal.getvalue()
+    assert "steps" in shown
+    assert "a line\n" in shown
+    assert "4/10" in shown

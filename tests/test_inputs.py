@@ -50,6 +50,23 @@ def test_the_same_seed_makes_the_same_drafter(base: TrainConfig) -> None:
     assert not torch.equal(first["fc.weight"], other["fc.weight"])
 
 
+def test_settings_that_cannot_be_trained_are_named_all_at_once(base: TrainConfig) -> None:
+    wrong = dataclasses.replace(
+        with_data(base, samples_per_step=0, held_out_share=1.5),
+        optimizer=dataclasses.replace(base.optimizer, learning_rate=0.0, betas=[0.9]),
+        run=dataclasses.replace(base.run, max_steps=0),
+    )
+    with pytest.raises(UserError) as caught:
+        load_inputs(wrong)
+    assert str(caught.value).splitlines()[1:-1] == [
+        "  data.samples_per_step must be at least 1, got 0",
+        "  run.max_steps must be at least 1, got 0",
+        "  optimizer.learning_rate must be above 0, got 0.0",
+        "  data.held_out_share must be from 0 to 1, got 1.5",
+        "  optimizer.betas must be two numbers from 0 to below 1, got [0.9]",
+    ]
+
+
 def test_other_layers_are_refused_with_both_lists(base: TrainConfig) -> None:
     with pytest.raises(UserError, match=r"capture_layers must be \(2, 4, 5\), as captured from .*, got \(1, 4, 5\)"):
         load_inputs(with_target(base, capture_layers=[1, 4, 5]))

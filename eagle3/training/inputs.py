@@ -47,8 +47,10 @@ def load_inputs(config: TrainConfig) -> Inputs:
     """Opens the store and makes the untrained drafter.
 
     Raises:
-        UserError: store, target and config do not belong together, or nothing is left to train or to validate on.
+        UserError: a setting makes no sense, store, target and config do not belong together, or nothing is left to
+            train or to validate on.
     """
+    check_settings(config)
     store = FeatureStore(Path(config.data.path))
     target_path = Path(config.target.path)
     target_config = load_target_config(target_path)
@@ -64,6 +66,43 @@ def load_inputs(config: TrainConfig) -> Inputs:
     init_drafter(drafter, target, draft_vocab, seed=config.run.seed, init_from_target=config.draft.init_from_target)
     to_serving_config(drafter.config, target_config, torch.bfloat16)  # refuses now what could not be exported later
     return Inputs(store, train_indices, held_out_indices, target, target_config, drafter)
+
+
+def check_settings(config: TrainConfig) -> None:
+    """Compares settings with what can be trained.
+
+    Raises:
+        UserError: names all that cannot.
+    """
+    at_least_one = {
+        "data.samples_per_step": config.data.samples_per_step,
+        "data.batch_tokens": config.data.batch_tokens,
+        "objective.ttt_steps": config.objective.ttt_steps,
+        "run.epochs": config.run.epochs,
+        "run.max_steps": 1 if config.run.max_steps is None else config.run.max_steps,
+        "run.save_every": config.run.save_every,
+        "run.validate_every": config.run.validate_every,
+        "run.log_every": config.run.log_every,
+        "run.keep_last": config.run.keep_last,
+    }
+    problems = [f"  {name} must be at least 1, got {value}" for name, value in at_least_one.items() if value < 1]
+    optimizer = config.optimizer
+    above_zero = {
+        "objective.ttt_decay": config.objective.ttt_decay,
+        "optimizer.learning_rate": optimizer.learning_rate,
+        "optimizer.max_grad_norm": optimizer.max_grad_norm,
+    }
+    problems += [f"  {name} must be above 0, got {value}" for name, value in above_zero.items() if not value > 0]
+    shares = {
+        "data.held_out_share": config.data.held_out_share,
+        "optimizer.min_learning_rate_ratio": optimizer.min_learning_rate_ratio,
+        "optimizer.warmup_ratio": optimizer.warmup_ratio,
+    }
+    problems += [f"  {name} must be from 0 to 1, got {value}" for name, value in shares.items() if not 0 <= value <= 1]
+    if len(optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in optimizer.betas):
+        problems.append(f"  optimizer.betas must be two numbers from 0 to below 1, got {optimizer.betas}")
+    if problems:
+        raise UserError("some settings cannot be trained with:\n" + "\n".join(problems) + "\nchange them")
 
 
 def check_store(store: FeatureStore, target: TargetConfig, capture_layers: list[int]) -> None:

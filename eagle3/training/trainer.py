@@ -34,6 +34,7 @@ from eagle3.training.validation import Validation, validate
 
 logger = logging.getLogger(__name__)
 
+TARGET_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 DRAFTER_NAME = "drafter"  # in the run's directory: the best drafter so far, as SGLang loads it
 
 
@@ -59,7 +60,7 @@ def train(config: TrainConfig) -> Path:
     quiet_other_ranks()
     inputs = load_inputs(config)
     accelerator, world = start(config)
-    target = inputs.target.to(world.device, getattr(torch, config.target.dtype))
+    target = inputs.target.to(world.device, TARGET_DTYPES[config.target.dtype])
     module = TTTModule(inputs.drafter, target, config.objective, bf16=config.run.mixed_precision == "bf16")
     engine = Engine(config, accelerator, world, module)
     precision = "bf16 with fp32 master weights" if module.bf16 else "fp32"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from eagle3.capture.inprocess import Captured, TransformersEngine
-from eagle3.capture.parity import ParityError, check_parity, resolve_capture_layers
+from eagle3.capture.parity import ParityError, TargetFacts, check_parity, read_target
 from eagle3.config import RegenerateConfig, TargetConfig, UserError
 from eagle3.prompts.rendering import load_tokenizer
 
@@ -113,7 +113,8 @@ def test_recorded_tokens_that_are_not_the_engines_are_noticed(tiny_target: Path)
 
 
 def test_boundaries_come_from_the_config_or_the_default(tiny_target: Path) -> None:
-    assert resolve_capture_layers(TargetConfig(str(tiny_target))) == [2, 4, 5]
-    assert resolve_capture_layers(TargetConfig(str(tiny_target), capture_layers=[0, 7])) == [0, 7]
+    facts = read_target(TargetConfig(str(tiny_target)))
+    assert facts == TargetFacts([2, 4, 5], hidden_size=64, vocab_size=320, max_tokens=512, quantization=None)
+    assert read_target(TargetConfig(str(tiny_target), capture_layers=[0, 7])).capture_layers == [0, 7]
     with pytest.raises(UserError, match=r"must strictly increase within 0..7"):
-        resolve_capture_layers(TargetConfig(str(tiny_target), capture_layers=[2, 8]))
+        read_target(TargetConfig(str(tiny_target), capture_layers=[2, 8]))

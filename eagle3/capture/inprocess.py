@@ -59,6 +59,7 @@ class TransformersEngine:
             AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
             model.set_attn_implementation(ATTENTION_NAME)
         self.model = model.to(device).eval()
+        self.tokenizer = tokenizer
         self.capture_layers = list(capture_layers)
         self.end_ids = end_ids(model.generation_config.eos_token_id, tokenizer.eos_token_id)
         self._path = Path(target.path)

@@ -38,6 +38,17 @@ class ParityError(UserError):
 
 
 @dataclass(frozen=True)
+class TargetFacts:
+    """What capturing depends on."""
+
+    capture_layers: list[int]  # boundaries
+    hidden_size: int  # D
+    vocab_size: int  # V
+    max_tokens: int  # of the longest sequence that the target was made for
+    quantization: str | None  # quant_method
+
+
+@dataclass(frozen=True)
 class ParityReport:
     """What the gates saw."""
 
@@ -54,16 +65,24 @@ class ParityReport:
     recorded_agreement: float | None  # of that token with the engine's greedy token; null without any
 
 
-def resolve_capture_layers(target: TargetConfig) -> list[int]:
-    """Returns the boundaries that a config asks for, or the default for its target.
+def read_target(target: TargetConfig) -> TargetFacts:
+    """Reads from a target's config what capturing depends on, without loading the target.
 
     Raises:
-        UserError: the target has no such layers.
+        UserError: the config cannot be read, or has no such layers as `target.capture_layers`.
     """
-    num_layers = load_target_config(Path(target.path))["num_hidden_layers"]
-    layers = target.capture_layers if target.capture_layers is not None else default_capture_layers(num_layers)
-    check_capture_layers(layers, num_layers)
-    return layers
+    config = load_target_config(Path(target.path))
+    layers = target.capture_layers
+    if layers is None:
+        layers = default_capture_layers(config["num_hidden_layers"])
+    check_capture_layers(layers, config["num_hidden_layers"])
+    return TargetFacts(
+        capture_layers=layers,
+        hidden_size=config["hidden_size"],
+        vocab_size=config["vocab_size"],
+        max_tokens=config["max_position_embeddings"],
+        quantization=(config.get("quantization_config") or {}).get("quant_method"),
+    )
 
 
 def check_parity(

@@ -1,0 +1,59 @@
+"""Answers that the target has written, kept beside the store until their features are in it.
+
+Features reach the disk a shard at a time, answers a chunk at a time: a kill costs no answer twice, and a chunk is
+answered again with the same batch mates or not at all, so that a resumed run has the same ids.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from eagle3.capture.regenerate import Answered
+from eagle3.prompts.conversations import BadRow, Conversation
+
+ANSWERS_NAME = "answers.jsonl"
+
+
+class AnswerLog:
+    """One line per answered conversation; owns the file."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens the log of a store's directory; a line that a kill cut short goes."""
+        self._file = os.fdopen(os.open(path / ANSWERS_NAME, os.O_CREAT | os.O_RDWR, 0o600), "r+b")
+        self._offsets: dict[str, int] = {}  # of the lines: token ids of a long run do not stay in memory
+        offset = 0
+        for line in self._file:
+            if not line.endswith(b"\n"):
+                self._file.truncate(offset)
+                break
+            self._offsets[json.loads(line)["sample_id"]] = offset
+            offset += len(line)
+
+    def __contains__(self, sample_id: str) -> bool:
+        return sample_id in self._offsets
+
+    def read(self, conversation: Conversation) -> Answered | BadRow:
+        """Returns what a logged conversation was answered with, or why it was not."""
+        self._file.seek(self._offsets[conversation.id])
+        values = json.loads(self._file.readline())
+        if "reason" in values:
+            return BadRow(conversation.line, values["reason"])
+        return Answered(**{**values, "spans": [tuple(span) for span in values["spans"]]})
+
+    def append(self, conversations: Sequence[Conversation], results: Sequence[Answered | BadRow]) -> None:
+        """Adds a chunk, down to the disk."""
+        offset = self._file.seek(0, os.SEEK_END)
+        for conversation, result in zip(conversations, results, strict=True):
+            values = asdict(result) if isinstance(result, Answered) else {"reason": result.reason}
+            line = json.dumps({"sample_id": conversation.id, **values}).encode() + b"\n"
+            self._file.write(line)
+            self._offsets[conversation.id] = offset
+            offset += len(line)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()

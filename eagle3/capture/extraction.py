@@ -1,0 +1,196 @@
+"""The loop: resume, quarantine, progress.
+
+What is stored, logged or set aside is not done again, so the same command goes on wherever it was stopped.
+"""
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import transformers
+import xxhash
+from transformers import PreTrainedTokenizerBase
+
+from eagle3.capture.inprocess import TransformersEngine
+from eagle3.capture.interrupts import Interrupts
+from eagle3.capture.parity import TargetFacts, read_target
+from eagle3.capture.pipeline import QUARANTINE_NAME, REJECTED_NAME, ExtractionReport, Pipeline
+from eagle3.capture.selection import TooLong, select_rows
+from eagle3.config import ExtractConfig, UserError
+from eagle3.features.index import write_atomically
+from eagle3.features.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    check_same_capture,
+    digest_target_config,
+    digest_target_weights,
+    read_manifest,
+)
+from eagle3.features.store import FeatureStore, FeatureWriter
+from eagle3.plan import plan_extraction, readable_bytes
+from eagle3.prompts.conversations import BadRow
+from eagle3.prompts.rendering import ChatRenderer, load_tokenizer, tokenizer_digest
+from eagle3.tracking import git_state
+
+logger = logging.getLogger(__name__)
+
+
+def run_extraction(config: ExtractConfig) -> ExtractionReport:
+    """Captures every usable row of a prompts file that its store does not have yet.
+
+    Raises:
+        UserError: settings, prompts, target or store do not allow it, a gate failed, the disk or the quota is full, or
+            too many samples had features that are not finite. What was captured before is kept.
+    """
+    if config.engine != "transformers":
+        raise UserError(
+            f"engine must be 'transformers', got {config.engine!r}: capture through a SGLang server is not part of "
+            f"this version; run with engine=transformers, which loads the target in this process"
+        )
+    if config.prompts.path is None:
+        raise UserError("prompts.path must be a JSONL file, got none; name one with --prompts")
+    prompts_path, store_path = Path(config.prompts.path), Path(config.store.path)
+    tokenizer = load_tokenizer(config.target.path, config.target.trust_remote_code)
+    facts = read_target(config.target)
+    renderer = ChatRenderer(tokenizer, config.prompts.chat_template_kwargs)
+    max_tokens = min(config.prompts.max_tokens, facts.max_tokens)
+    selection = select_rows(
+        prompts_path,
+        renderer,
+        config.regenerate,
+        max_tokens=max_tokens,
+        fail_on_bad_row=config.prompts.fail_on_bad_row,
+    )
+    manifest = build_manifest(config, facts, renderer, tokenizer)
+    stored_ids, stored_bytes = _stored(store_path, manifest)
+    quarantined_ids = _quarantined(store_path)
+    todo = [row for row in selection.rows if row.conversation.id not in stored_ids | quarantined_ids]
+    plan = plan_extraction(
+        [row.size for row in todo],
+        config.store,
+        hidden_size=facts.hidden_size,
+        num_aux=len(facts.capture_layers),
+        codec=manifest.codec,
+        is_bound=config.regenerate.enabled and bool(todo),
+        num_stored=len(stored_ids),
+        stored_bytes=stored_bytes,
+    )
+    logger.info("%s", plan)
+    plan.check()
+    report = ExtractionReport(
+        num_stored_before=len(stored_ids),
+        num_bad_rows=len(selection.bad_rows),
+        num_too_long=len(selection.too_long),
+        num_quarantined=len(quarantined_ids),
+    )
+    store = config.store
+    with Interrupts() as interrupts:
+        try:
+            with FeatureWriter(store_path, manifest, store.shard_bytes, store.quota_bytes) as writer:
+                _write_rejected(store_path, selection.rejected)
+                if todo:
+                    engine = TransformersEngine(config.target, facts.capture_layers, tokenizer)
+                    pipeline = Pipeline(
+                        config, engine, renderer, writer, report=report, interrupts=interrupts, max_tokens=max_tokens
+                    )
+                    pipeline.run(selection.rows, quarantined_ids)
+        except KeyboardInterrupt:
+            logger.info(
+                "stopped: %d samples are in %s; the same command goes on from there", len(writer.stored_ids), store_path
+            )
+            raise
+    _log_report(report, store_path)
+    return report
+
+
+def build_manifest(
+    config: ExtractConfig, facts: TargetFacts, renderer: ChatRenderer, tokenizer: PreTrainedTokenizerBase
+) -> Manifest:
+    """Returns what the store of an extraction says of itself."""
+    target_path, regenerate = Path(config.target.path), config.regenerate
+    generation = {
+        "max_new_tokens": regenerate.max_new_tokens,
+        "temperature": regenerate.temperature,
+        "top_p": regenerate.top_p,
+        "seed": regenerate.seed,
+        "cut_loops": regenerate.cut_loops,
+        "max_tokens": config.prompts.max_tokens,
+    }
+    git = git_state()
+    return Manifest(
+        target_path=str(target_path.absolute()),
+        target_config_digest=digest_target_config(target_path),
+        target_revision=digest_target_weights(target_path),
+        target_quantization=facts.quantization,
+        engine=config.engine,
+        engine_version=transformers.__version__,
+        capture_layers=tuple(facts.capture_layers),
+        dtype=config.target.dtype,
+        codec="bf16" if config.target.dtype == "bfloat16" else "fp32",
+        hidden_size=facts.hidden_size,
+        vocab_size=facts.vocab_size,
+        tokenizer_digest=tokenizer_digest(tokenizer),
+        chat_template_digest=renderer.template_digest(),
+        prompts_digest=_file_digest(Path(str(config.prompts.path))),
+        last_rows=config.store.last_rows,
+        generation=generation if regenerate.enabled else {},
+        git_commit=f"{git['commit']}{'+changes' if git['dirty'] else ''}" if git["commit"] else None,
+    )
+
+
+def _stored(store_path: Path, manifest: Manifest) -> tuple[set[str], int]:
+    """Returns ids and shard bytes of a store that may not exist yet."""
+    if not (store_path / MANIFEST_NAME).exists():
+        return set(), 0
+    check_same_capture(read_manifest(store_path), manifest, store_path)
+    num_bytes = sum(path.stat().st_size for path in store_path.glob("shard-*.safetensors"))
+    return {entry.sample_id for entry in FeatureStore(store_path).entries}, num_bytes
+
+
+def _quarantined(store_path: Path) -> set[str]:
+    path = store_path / QUARANTINE_NAME
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return {json.loads(line)["sample_id"] for line in lines}
+
+
+def _write_rejected(store_path: Path, rows: Sequence[BadRow | TooLong]) -> None:
+    lines = [json.dumps({"line": row.line, "reason": row.reason}) + "\n" for row in rows]
+    write_atomically(store_path / REJECTED_NAME, "".join(lines))
+
+
+def _file_digest(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _log_report(report: ExtractionReport, store_path: Path) -> None:
+    num_bytes = sum(path.stat().st_size for path in store_path.glob("shard-*.safetensors"))
+    logger.info(
+        "stored %d samples (%d before), %d tokens, %d of them supervised; %s has %s%s",
+        report.num_stored,
+        report.num_stored_before,
+        report.num_tokens,
+        report.num_supervised,
+        store_path,
+        readable_bytes(num_bytes),
+        f"; {report.rates()}" if report.rates() else "",
+    )
+    logger.info(
+        "answers: %d reached a token limit, %d loops cut, %d encode otherwise and are not supervised, %d turns dropped",
+        report.num_unfinished,
+        report.num_looped,
+        report.num_reencoded,
+        report.num_turns_dropped,
+    )
+    logger.info(
+        "left out: %d bad rows and %d too long (%s), %d samples with features that are not finite (%s)",
+        report.num_bad_rows,
+        report.num_too_long,
+        REJECTED_NAME,
+        report.num_quarantined,
+        QUARANTINE_NAME,
+    )

@@ -1,0 +1,21 @@
+"""Prompts -> feature store."""
+
+from dataclasses import replace
+
+from eagle3.capture.extraction import run_extraction
+from eagle3.cli import command_parser, parse_arguments, run_command
+from eagle3.config import ExtractConfig, find_config, load_config
+
+
+def main() -> None:
+    parser = command_parser("Captures a target's hidden states on prompts, and the target's answers.", "default.yaml")
+    parser.add_argument("--prompts", help="a JSONL file of conversations (default: prompts.path of the config)")
+    arguments = parse_arguments(parser)
+    config = load_config(ExtractConfig, find_config(arguments.config, "extract"), arguments.overrides)
+    if arguments.prompts is not None:
+        config = replace(config, prompts=replace(config.prompts, path=arguments.prompts))
+    run_extraction(config)
+
+
+if __name__ == "__main__":
+    run_command(main)

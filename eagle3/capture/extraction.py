@@ -28,7 +28,7 @@ from eagle3.features.manifest import (
     read_manifest,
 )
 from eagle3.features.store import FeatureStore, FeatureWriter
-from eagle3.plan import plan_extraction, readable_bytes
+from eagle3.plan import SampleSize, plan_extraction, readable_bytes
 from eagle3.prompts.conversations import BadRow
 from eagle3.prompts.rendering import ChatRenderer, load_tokenizer, tokenizer_digest
 from eagle3.tracking import git_state
@@ -50,56 +50,48 @@ def run_extraction(config: ExtractConfig) -> ExtractionReport:
         )
     if config.prompts.path is None:
         raise UserError("prompts.path must be a JSONL file, got none; name one with --prompts")
-    prompts_path, store_path = Path(config.prompts.path), Path(config.store.path)
     tokenizer = load_tokenizer(config.target.path, config.target.trust_remote_code)
     facts = read_target(config.target)
     renderer = ChatRenderer(tokenizer, config.prompts.chat_template_kwargs)
     max_tokens = min(config.prompts.max_tokens, facts.max_tokens)
     selection = select_rows(
-        prompts_path,
+        Path(config.prompts.path),
         renderer,
         config.regenerate,
         max_tokens=max_tokens,
         fail_on_bad_row=config.prompts.fail_on_bad_row,
     )
     manifest = build_manifest(config, facts, renderer, tokenizer)
-    stored_ids, stored_bytes = _stored(store_path, manifest)
-    quarantined_ids = _quarantined(store_path)
-    todo = [row for row in selection.rows if row.conversation.id not in stored_ids | quarantined_ids]
-    plan = plan_extraction(
-        [row.size for row in todo],
-        config.store,
-        hidden_size=facts.hidden_size,
-        num_aux=len(facts.capture_layers),
-        codec=manifest.codec,
-        is_bound=config.regenerate.enabled and bool(todo),
-        num_stored=len(stored_ids),
-        stored_bytes=stored_bytes,
-    )
-    logger.info("%s", plan)
-    plan.check()
+    store, store_path = config.store, Path(config.store.path)
+    stored_ids, quarantined_ids = _stored(store_path, manifest), _quarantined(store_path)
+    done = stored_ids | quarantined_ids
+    todo = [row.size for row in selection.rows if row.conversation.id not in done]
+    _check_plan(config, facts, manifest, todo, len(stored_ids))
     report = ExtractionReport(
         num_stored_before=len(stored_ids),
         num_bad_rows=len(selection.bad_rows),
         num_too_long=len(selection.too_long),
         num_quarantined=len(quarantined_ids),
     )
-    store = config.store
-    with Interrupts() as interrupts:
-        try:
-            with FeatureWriter(store_path, manifest, store.shard_bytes, store.quota_bytes) as writer:
-                _write_rejected(store_path, selection.rejected)
-                if todo:
-                    engine = TransformersEngine(config.target, facts.capture_layers, tokenizer)
-                    pipeline = Pipeline(
-                        config, engine, renderer, writer, report=report, interrupts=interrupts, max_tokens=max_tokens
-                    )
-                    pipeline.run(selection.rows, quarantined_ids)
-        except KeyboardInterrupt:
-            logger.info(
-                "stopped: %d samples are in %s; the same command goes on from there", len(writer.stored_ids), store_path
+    with (
+        Interrupts() as interrupts,
+        FeatureWriter(store_path, manifest, store.shard_bytes, store.quota_bytes) as writer,
+    ):
+        _write_rejected(store_path, selection.rejected)
+        if todo:
+            engine = TransformersEngine(config.target, facts.capture_layers, tokenizer)
+            pipeline = Pipeline(
+                config, engine, renderer, writer, report=report, interrupts=interrupts, max_tokens=max_tokens
             )
-            raise
+            try:
+                pipeline.run(selection.rows, quarantined_ids)
+            except KeyboardInterrupt:
+                writer.flush()
+                num_stored = len(writer.stored_ids)
+                logger.info(
+                    "stopped: %d samples are in %s; the same command goes on from there", num_stored, store_path
+                )
+                raise
     _log_report(report, store_path)
     return report
 
@@ -139,13 +131,34 @@ def build_manifest(
     )
 
 
-def _stored(store_path: Path, manifest: Manifest) -> tuple[set[str], int]:
-    """Returns ids and shard bytes of a store that may not exist yet."""
+def _check_plan(
+    config: ExtractConfig, facts: TargetFacts, manifest: Manifest, todo: Sequence[SampleSize], num_stored: int
+) -> None:
+    """Says what is about to be spent, and refuses what cannot fit."""
+    plan = plan_extraction(
+        todo,
+        config.store,
+        hidden_size=facts.hidden_size,
+        num_aux=len(facts.capture_layers),
+        codec=manifest.codec,
+        is_bound=config.regenerate.enabled and bool(todo),
+        num_stored=num_stored,
+        stored_bytes=_shard_bytes(Path(config.store.path)),
+    )
+    logger.info("%s", plan)
+    plan.check()
+
+
+def _stored(store_path: Path, manifest: Manifest) -> set[str]:
+    """Returns the ids in a store, which may not exist yet."""
     if not (store_path / MANIFEST_NAME).exists():
-        return set(), 0
+        return set()
     check_same_capture(read_manifest(store_path), manifest, store_path)
-    num_bytes = sum(path.stat().st_size for path in store_path.glob("shard-*.safetensors"))
-    return {entry.sample_id for entry in FeatureStore(store_path).entries}, num_bytes
+    return {entry.sample_id for entry in FeatureStore(store_path).entries}
+
+
+def _shard_bytes(store_path: Path) -> int:
+    return sum(path.stat().st_size for path in store_path.glob("shard-*.safetensors"))
 
 
 def _quarantined(store_path: Path) -> set[str]:
@@ -168,7 +181,6 @@ def _file_digest(path: Path) -> str:
 
 
 def _log_report(report: ExtractionReport, store_path: Path) -> None:
-    num_bytes = sum(path.stat().st_size for path in store_path.glob("shard-*.safetensors"))
     logger.info(
         "stored %d samples (%d before), %d tokens, %d of them supervised; %s has %s%s",
         report.num_stored,
@@ -176,7 +188,7 @@ def _log_report(report: ExtractionReport, store_path: Path) -> None:
         report.num_tokens,
         report.num_supervised,
         store_path,
-        readable_bytes(num_bytes),
+        readable_bytes(_shard_bytes(store_path)),
         f"; {report.rates()}" if report.rates() else "",
     )
     logger.info(

@@ -115,12 +115,11 @@ class Pipeline:
             with self._progress:
                 for start in range(0, len(rows), chunk_size):
                     chunk = rows[start : start + chunk_size]
-                    done = self._writer.stored_ids | quarantined_ids
-                    if any(row.conversation.id not in done for row in chunk):
-                        tokens = (
-                            self._answered(chunk, answers) if self._config.regenerate.enabled else self._given(chunk)
-                        )
-                        self._capture([each for each in tokens if each.row.conversation.id not in done])
+                    missing = {row.conversation.id for row in chunk} - self._writer.stored_ids - quarantined_ids
+                    if missing:
+                        is_answered = self._config.regenerate.enabled
+                        tokens = self._answered(chunk, answers) if is_answered else self._given(chunk)
+                        self._capture([each for each in tokens if each.row.conversation.id in missing])
                         self._check_quarantine(len(rows))
                     self._progress.advance(self._task, len(chunk))
                     if self._progress.disable:

@@ -48,8 +48,8 @@ class SGLangEngine:
             UserError: a server died, does not answer, or records nothing or other layers.
         """
         self.capture_layers = list(capture_layers)
-        self._servers = list(servers)
-        self._area = area
+        self.servers = list(servers)
+        self.area = area
         self._config = config
         for server in servers:
             self._wait_until_ready(server)
@@ -79,7 +79,7 @@ class SGLangEngine:
         Raises:
             UserError: a server stays away, or a sequence is longer than it takes.
         """
-        task = _Capture(self._area, self._config, self._bytes_per_token, self._recover)
+        task = _Capture(self.area, self._config, self._bytes_per_token, self._recover)
         for job, result in self._dispatch(task, sequences):
             yield job.index, result
 
@@ -121,7 +121,7 @@ class SGLangEngine:
 
     def _dispatch(self, task: Any, sequences: Iterable[Sequence[int]]) -> Iterator[tuple[Job, Any]]:
         jobs = (Job(index, self._checked(sequence)) for index, sequence in enumerate(sequences))
-        return Dispatcher(self._servers, self._config.max_requests, task).run(jobs)
+        return Dispatcher(self.servers, self._config.max_requests, task).run(jobs)
 
     def _checked(self, sequence: Sequence[int]) -> list[int]:
         if not 0 < len(sequence) <= self.max_tokens:
@@ -142,19 +142,19 @@ class SGLangEngine:
 
     def _probe(self, server: Server) -> None:
         """Records three tokens; raises what is wrong with them."""
-        request_id = self._area.new_request_id(len(PROBE_IDS))
+        request_id = self.area.new_request_id(len(PROBE_IDS))
         # The first forward of a server may compile kernels for minutes.
         server.post("/generate", prefill_body(PROBE_IDS, request_id), self._config.startup_timeout_seconds)
         try:
-            self._area.wait_for(request_id, FILE_SECONDS)
-            sample = self._area.take(request_id)
+            self.area.wait_for(request_id, FILE_SECONDS)
+            sample = self.area.take(request_id)
         except SampleError as error:
             server.check_alive()
             raise ServerError(
                 f"{server.url} must record what it runs, got {error}; start it with eagle3 installed beside sglang and "
-                f"with EAGLE3_CAPTURE_DIR={self._area.directory}"
+                f"with EAGLE3_CAPTURE_DIR={self.area.directory}"
             ) from error
-        boundaries = self._area.recorded_boundaries()
+        boundaries = self.area.recorded_boundaries()
         if boundaries != self.capture_layers:
             raise ServerError(
                 f"{server.url} must record the boundaries {self.capture_layers}, got {boundaries}; "

@@ -63,7 +63,7 @@ class Server:
 
     def __init__(self, url: str, process: "ServerProcess | None" = None) -> None:
         self.url = url.rstrip("/")
-        self._process = process
+        self.process = process
 
     def post(self, path: str, body: dict[str, Any], timeout_seconds: float) -> Any:
         """Sends JSON, returns JSON.
@@ -103,8 +103,8 @@ class Server:
 
     def check_alive(self) -> None:
         """Raises a ServerError with the last lines of its log if a server of ours has died."""
-        if self._process is not None:
-            self._process.check_alive()
+        if self.process is not None:
+            self.process.check_alive()
 
     def wait_until(self, works: Callable[[], None], timeout_seconds: float) -> None:
         """Calls `works` until it is answered, and shows what the server says meanwhile.
@@ -132,14 +132,14 @@ class Server:
 
     def restart(self) -> None:
         """Starts a server of ours again, on the same port."""
-        assert self._process is not None, self.url
-        self._process.stop()
-        self._process.start()
+        assert self.process is not None, self.url
+        self.process.stop()
+        self.process.start()
 
     @property
     def is_ours(self) -> bool:
         """Whether this process started it, and may restart it."""
-        return self._process is not None
+        return self.process is not None
 
     @staticmethod
     def _session() -> requests.Session:
@@ -149,10 +149,10 @@ class Server:
         return session
 
     def _last_line(self) -> str:
-        return self._process.last_lines(1)[:100] if self._process is not None else ""
+        return self.process.last_lines(1)[:100] if self.process is not None else ""
 
     def _last_lines(self) -> str:
-        return f"; its log ends with\n{self._process.last_lines(LAST_LINES)}" if self._process is not None else ""
+        return f"; its log ends with\n{self.process.last_lines(LAST_LINES)}" if self.process is not None else ""
 
 
 class ServerProcess:
@@ -164,12 +164,20 @@ class ServerProcess:
         self._log_path = log_path
         log_path.parent.mkdir(parents=True, exist_ok=True)
         log_path.write_bytes(b"")
+        self.num_starts = 0
         self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        """The launcher's process id, which is the group's too."""
+        assert self._process is not None
+        return self._process.pid
 
     def start(self) -> None:
         """Starts the server; its output goes to the end of the log file."""
         python, *arguments = self._command
         command = [python, "-c", START_WITH_US, str(os.getpid()), *arguments]
+        self.num_starts += 1
         logger.info("starting %s (log: %s)", " ".join(self._command), self._log_path)
         with self._log_path.open("ab") as log:
             self._process = subprocess.Popen(

@@ -83,6 +83,7 @@ def test_table_and_json_agree() -> None:
         assert figure in text, (figure, text)
     assert "3 answers of up to 32 tokens, 1 of them loop" in text
     assert "20.0 tokens/s plain, 30.0 speculative, 1.50x; 3 of 4 answers are equal" in text
+    assert "The others part at near-ties" in text
     assert "Warning: something odd" in text
 
 

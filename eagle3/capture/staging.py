@@ -5,6 +5,7 @@ Both sides import this module, so it needs the standard library, torch and safet
 
 import ctypes
 import json
+import logging
 import os
 import queue
 import re
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 DIRECTORY_VARIABLE = "EAGLE3_CAPTURE_DIR"  # names the staging directory and switches the plugin on
 LAYERS_VARIABLE = "EAGLE3_CAPTURE_LAYERS"  # boundaries, such as 3,31,59
@@ -123,7 +126,7 @@ class StagingWriter:
         self._forwards: queue.SimpleQueue[Forward] = queue.SimpleQueue()
         self._pending_bytes = 0
         self._drained = threading.Condition()
-        self._failure: BaseException | None = None
+        self._failure: Exception | None = None
         threading.Thread(target=self._run, name="eagle3-capture", daemon=True).start()
 
     def submit(self, forward: Forward) -> None:
@@ -162,11 +165,11 @@ class StagingWriter:
                     self._pending_bytes -= _num_bytes(forward)
                     self._drained.notify_all()
                 del forward  # its pinned memory goes back before the next wait
-        except BaseException as error:
+        except Exception as error:
             with self._drained:
                 self._failure = error  # the next forward raises it and ends the server
                 self._drained.notify_all()
-            raise
+            logger.exception("captured states cannot be written to %s", self._directory)
 
     def _write(self, part: Part, tensors: dict[str, Tensor]) -> None:
         problem = self._problem(part)

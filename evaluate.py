@@ -1,4 +1,4 @@
-"""drafter -> acceptance on a served target"""
+"""Drafter -> acceptance on a served target."""
 
 from eagle3.cli import command_parser, parse_arguments, run_command
 from eagle3.config import EvaluateConfig, find_config, load_config

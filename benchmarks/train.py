@@ -2,8 +2,8 @@
 
     python benchmarks/train.py [--work NAME ...] [--out benchmarks/results/train.json]
 
-A step is forward, backward, clipping and AdamW. FLOPs are the formula of DESIGN section 6 with every row active; where
-rows are skipped the share of the limit is left out, for the work is then less than the formula says.
+A step is forward, backward, clipping and AdamW. FLOPs are those of `Shape.flops_per_token`, with every row active;
+where rows are skipped the share of the limit is left out, for the work is then less than the formula says.
 """
 
 import argparse
@@ -37,7 +37,7 @@ TTT_STEPS = 7
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a drafter, by the letters of DESIGN section 6."""
+    """Sizes of a drafter and its target."""
 
     hidden_size: int
     intermediate_size: int

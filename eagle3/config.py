@@ -123,7 +123,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """DESIGN 4.6."""
+    """What training minimises: soft cross-entropy against the target, summed over the K draft steps."""
 
     ttt_steps: int = 7  # K: draft steps unrolled in training
     ttt_decay: float = 0.8  # step k weighs ttt_decay ** k

@@ -1,7 +1,7 @@
-"""Chains -> tau, the recursion of 4.7.
+"""Chains -> tau, by the recursion over where rounds start.
 
 tau is tokens per verify round. Rounds start only where the one before ended, so that an average over all positions
-overstates it: the recursion follows where rounds start.
+overstates it.
 """
 
 from collections import defaultdict

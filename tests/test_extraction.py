@@ -342,6 +342,27 @@ def test_an_engine_that_is_not_there_names_the_one_that_is(tiny_target: Path, tm
         run_extraction(make_config(tiny_target, tmp_path, engine="sglang"))
 
 
+def test_settings_that_cannot_work_are_named_all_at_once(tiny_target: Path, tmp_path: Path) -> None:
+    config = make_config(tiny_target, tmp_path, batch_tokens=0, max_quarantined_share=-0.1)
+    regenerate = RegenerateConfig(max_new_tokens=0, batch_size=0, temperature=-1.0, top_p=1.5)
+    wrong = replace(config, regenerate=regenerate, store=replace(config.store, shard_bytes=0))
+    wrong = replace(wrong, prompts=replace(config.prompts, max_tokens=0))
+    with pytest.raises(UserError) as caught:
+        run_extraction(wrong)
+    assert str(caught.value).splitlines() == [
+        "some settings cannot be captured with:",
+        "  prompts.max_tokens must be at least 1, got 0",
+        "  regenerate.max_new_tokens must be at least 1, got 0",
+        "  regenerate.batch_size must be at least 1, got 0",
+        "  store.shard_bytes must be at least 1, got 0",
+        "  batch_tokens must be at least 1, got 0",
+        "  regenerate.temperature must be 0 or more, got -1.0",
+        "  regenerate.top_p must be above 0 and at most 1, got 1.5",
+        "  max_quarantined_share must be from 0 to 1, got -0.1",
+        "change them",
+    ]
+
+
 def test_no_prompts_are_an_error(tiny_target: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"prompts.path must be a JSONL file, got none; name one with --prompts"):
         run_extraction(make_config(tiny_target, tmp_path, prompts=PromptsConfig()))

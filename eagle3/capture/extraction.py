@@ -48,6 +48,7 @@ def run_extraction(config: ExtractConfig) -> ExtractionReport:
             f"engine must be 'transformers', got {config.engine!r}: capture through a SGLang server is not part of "
             f"this version; run with engine=transformers, which loads the target in this process"
         )
+    check_settings(config)
     if config.prompts.path is None:
         raise UserError("prompts.path must be a JSONL file, got none; name one with --prompts")
     tokenizer = load_tokenizer(config.target.path, config.target.trust_remote_code)
@@ -94,6 +95,31 @@ def run_extraction(config: ExtractConfig) -> ExtractionReport:
                 raise
     _log_report(report, store_path)
     return report
+
+
+def check_settings(config: ExtractConfig) -> None:
+    """Compares settings with what can be captured.
+
+    Raises:
+        UserError: names all that cannot.
+    """
+    regenerate = config.regenerate
+    at_least_one = {
+        "prompts.max_tokens": config.prompts.max_tokens,
+        "regenerate.max_new_tokens": regenerate.max_new_tokens,
+        "regenerate.batch_size": regenerate.batch_size,
+        "store.shard_bytes": config.store.shard_bytes,
+        "batch_tokens": config.batch_tokens,
+    }
+    problems = [f"  {name} must be at least 1, got {value}" for name, value in at_least_one.items() if value < 1]
+    if not regenerate.temperature >= 0:
+        problems.append(f"  regenerate.temperature must be 0 or more, got {regenerate.temperature}")
+    if not 0 < regenerate.top_p <= 1:
+        problems.append(f"  regenerate.top_p must be above 0 and at most 1, got {regenerate.top_p}")
+    if not 0 <= config.max_quarantined_share <= 1:
+        problems.append(f"  max_quarantined_share must be from 0 to 1, got {config.max_quarantined_share}")
+    if problems:
+        raise UserError("some settings cannot be captured with:\n" + "\n".join(problems) + "\nchange them")
 
 
 def build_manifest(

@@ -22,7 +22,7 @@ SAMPLE_SECONDS = 0.5  # between two looks at the memory of a stage's processes
 NEXT_COMMANDS = (
     "python extract.py --prompts examples/prompts.jsonl engine=transformers",
     "accelerate launch train.py --config configs/train/demo.yaml run.deepspeed=zero2",
-    f"python evaluate.py --config configs/evaluate/demo.yaml drafter={DEMO / 'train' / 'drafter'}",
+    "python evaluate.py --config configs/evaluate/demo.yaml drafter=ckpts/demo-train/drafter out=ckpts/evaluation",
 )
 
 
@@ -44,10 +44,11 @@ def main() -> None:
         peak_bytes = max(peak_bytes, stage_bytes)
     result = collect(seconds, peak_bytes)
     (DEMO / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-    show(result)
+    show(result, target)
 
 
 def move_finished_demo_aside() -> None:
+    """Renames a demo that has its result, so that its figures stay."""
     if not (DEMO / "result.json").exists():
         return
     number = 1
@@ -101,7 +102,8 @@ def collect(seconds: dict[str, float], peak_bytes: int) -> dict[str, Any]:
     }
 
 
-def show(result: dict[str, Any]) -> None:
+def show(result: dict[str, Any], target: str) -> None:
+    """Prints the demo's figures, and what to try next on the same target."""
     trained, untrained = result["trained"]["all_answers"], result["untrained"]["all_answers"]
     stages = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in result["wall_seconds"].items())
     gain = trained["tau"] - untrained["tau"]
@@ -111,7 +113,7 @@ def show(result: dict[str, Any]) -> None:
     print(f"Time: {stages}. Peak memory: {result['peak_memory_bytes'] / 2**30:.1f} GiB.")
     print(f"All figures: {DEMO / 'result.json'}\n\nNext, in this environment (source .venv/bin/activate):")
     for command in NEXT_COMMANDS:
-        print(f"  {command}")
+        print(f"  {command} {target}")
 
 
 def hardware() -> str:

@@ -127,5 +127,5 @@ def check_losses(losses: list[float], sample_ids: list[list[str]]) -> None:
         names = ", ".join(repr(name) for index in bad for name in sample_ids[index])
         raise FloatingPointError(
             f"the loss must be finite, got {losses[bad[0]]} in {len(bad)} of {len(losses)} micro-batches; "
-            f"no update was made (samples {names}); look at their features with `python -m eagle3 features`"
+            f"no update was made (samples {names}); capture them again, or lower optimizer.learning_rate"
         )

@@ -73,7 +73,8 @@ def test_other_layers_are_refused_with_both_lists(base: TrainConfig) -> None:
 
 
 def test_the_default_layers_are_compared_too(base: TrainConfig) -> None:
-    load_inputs(with_target(base, capture_layers=None))  # [2, 8 // 2, 8 - 3]
+    inputs = load_inputs(with_target(base, capture_layers=None))
+    assert inputs.drafter.config.capture_layers == (2, 8 // 2, 8 - 3)
 
 
 def test_another_target_is_refused_with_both_digests(base: TrainConfig, tmp_path: Path) -> None:

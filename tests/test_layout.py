@@ -8,9 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ["extract.py", "train.py", "evaluate.py"]
-MODULES = sorted(
-    str(path.relative_to(ROOT)) for path in (ROOT / "eagle3").rglob("*.py") if path.name not in ("__init__.py")
-)
+MODULES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "eagle3").rglob("*.py") if path.name != "__init__.py")
 
 # What each part may import besides itself, eagle3.config, eagle3.cli and the standard library.
 ALLOWED = {
@@ -34,7 +32,8 @@ def readme_tree() -> dict[str, str]:
     """Returns path -> purpose, from the README's tree block."""
     block = re.search(r"```text\n(extract\.py.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert block is not None, "README.md must hold the tree in a ```text block that starts with extract.py"
-    tree, folders = {}, []
+    tree: dict[str, str] = {}
+    folders: list[str] = []
     for line in block[1].splitlines():
         match = re.match(r"( *)(\S+)\s+(.+)", line)
         assert match is not None, line
@@ -61,7 +60,9 @@ def imported_modules(path: str) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports must be absolute"
-            found.add(node.module or "")
+            # `from eagle3 import x` may import the module x.
+            names = [f"eagle3.{alias.name}" for alias in node.names] if node.module == "eagle3" else [node.module or ""]
+            found |= set(names)
     return {name.removeprefix("eagle3.") for name in found if name.startswith("eagle3.")}
 
 
@@ -100,4 +101,5 @@ def test_sglang_is_imported_by_the_plugin_only(path: str) -> None:
 @pytest.mark.parametrize("path", sorted(str(p.relative_to(ROOT)) for p in (ROOT / "eagle3").rglob("__init__.py")))
 def test_init_files_hold_a_docstring_only(path: str) -> None:
     body = ast.parse((ROOT / path).read_text(encoding="utf-8")).body
-    assert len(body) == 1 and ast.get_docstring(ast.Module(body=body, type_ignores=[])), path
+    assert len(body) == 1, path
+    assert ast.get_docstring(ast.Module(body=body, type_ignores=[])), path

@@ -58,12 +58,15 @@ def test_a_line_averages_the_steps_since_the_last_one(tmp_path: Path, caplog: py
     assert 300 / 0.1 < second["tokens_per_second"] <= 300 / 0.01
 
 
-def test_other_ranks_track_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rank_without_a_tracker_writes_the_log_line_alone(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     log = StepLog(OBJECTIVE, num_steps=1, steps_per_epoch=1, tracker=None)
     with log.clock():
         time.sleep(0.001)
     log.add(RESULT, BATCH)
     log.write(1, learning_rate=0.0)
+    (message,) = caplog.messages
+    assert message.startswith("step 000001/000001  loss ")
 
 
 def test_bars_are_shown_in_a_terminal_only(capsys: pytest.CaptureFixture[str]) -> None:

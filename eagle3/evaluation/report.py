@@ -178,7 +178,6 @@ class Stopwatch:
 @contextmanager
 def progress_bar(description: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
     """Shows a bar on stderr; the function that it yields takes the number of units that are done."""
-
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _RateColumn(unit))
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
         task_id = progress.add_task(description, total=total)

@@ -24,7 +24,7 @@ class StepLog:
     def __init__(
         self, objective: ObjectiveConfig, num_steps: int, steps_per_epoch: int, tracker: Tracker | None
     ) -> None:
-        """`tracker` is None on every rank but the main one, which then says nothing."""
+        """`tracker` is None on every rank but the main one."""
         self._objective = objective
         self._num_steps = num_steps
         self._steps_per_epoch = steps_per_epoch

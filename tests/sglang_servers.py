@@ -36,7 +36,7 @@ def server_config(log_directory: Path, **changes: Any) -> ServerConfig:
     log = log_directory / "sglang.log"
     flags = {**FLAGS, **changes.pop("flags", {})}
     return ServerConfig(
-        python=str(python), log=str(log), flags=flags, env=ENV, startup_timeout_seconds=300, max_requests=16, **changes
+        python=str(python), log=str(log), flags=flags, env=ENV, startup_timeout_seconds=900, max_requests=16, **changes
     )
 
 

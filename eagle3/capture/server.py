@@ -194,11 +194,12 @@ class ServerProcess:
         process, self._process = self._process, None
         if process is None:
             return
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(STOP_SECONDS)
+        process.terminate()  # the launcher then ends the others, which take their shared memory along
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
     def check_alive(self) -> None:
         """Raises a ServerError with the last lines of the log if the server has ended."""

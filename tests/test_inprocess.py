@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from eagle3.capture.inprocess import TransformersEngine, end_ids
+from eagle3.capture.inprocess import TransformersEngine
 from eagle3.config import RegenerateConfig, TargetConfig, UserError
 from eagle3.prompts.rendering import load_tokenizer
 
@@ -68,14 +68,10 @@ def test_log_normaliser_is_the_log_sum_exp_of_the_logits(
     torch.testing.assert_close(engine.log_normaliser(captured.last_hidden_states), logits.logsumexp(-1))
 
 
-def test_end_ids_take_one_id_a_list_or_nothing() -> None:
-    assert end_ids(2, None) == {2}
-    assert end_ids([1, 2], 5) == {1, 2, 5}
-    assert end_ids(None, 0) == {0}
-
-
-def test_end_ids_come_from_generation_config_and_tokenizer(make_target: Callable[..., Path], tmp_path: Path) -> None:
-    assert load(make_target(tmp_path / "t", eos_token_id=[9, 11])).end_ids == {2, 9, 11}
+def test_an_answer_ends_with_any_of_the_end_tokens(make_target: Callable[..., Path], tmp_path: Path) -> None:
+    target = make_target(tmp_path / "t", eos_token_id=[9, 11])
+    (target / "generation_config.json").write_text('{"eos_token_id": 12}')
+    assert load(target).end_ids == {2, 9, 11, 12}
 
 
 def test_sequences_beyond_the_targets_positions_are_refused(engine: TransformersEngine) -> None:

@@ -11,9 +11,9 @@ from conftest import random_sample, write_tiny_target
 from tiny_training import tiny_config, write_target_and_store
 
 from eagle3.config import TrainConfig, UserError
-from eagle3.draft.target_weights import load_target_config, load_target_weights
+from eagle3.draft.target_weights import load_target_weights
 from eagle3.features.store import FeatureStore, FeatureWriter
-from eagle3.training.inputs import end_token_ids, load_inputs
+from eagle3.training.inputs import load_inputs
 
 
 @pytest.fixture(scope="module")
@@ -122,10 +122,10 @@ def test_samples_left_out_are_counted(base: TrainConfig, tmp_path: Path, caplog:
     assert "1 without two supervised tokens in a row" in caplog.text
 
 
-def test_end_tokens_come_from_both_configs(tmp_path: Path) -> None:
-    target = write_tiny_target(tmp_path / "target", eos_token_id=[2, 7])
-    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
-    assert end_token_ids(target, load_target_config(target)) == [2, 5, 7]
-    (target / "generation_config.json").unlink()
-    assert end_token_ids(target, load_target_config(target)) == [2, 7]
-    assert end_token_ids(target, {"eos_token_id": None}) == []
+def test_every_end_token_of_the_target_can_be_drafted(base: TrainConfig, tmp_path: Path) -> None:
+    target, store = write_target_and_store(tmp_path)
+    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": [317, 319]}))
+    inputs = load_inputs(with_data(with_target(base, path=str(target)), path=str(store)))
+    drafted = set(inputs.drafter.target_ids.tolist())
+    assert {2, 317, 319} <= drafted
+    assert 318 not in drafted

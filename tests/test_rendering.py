@@ -9,7 +9,14 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast
 
 from eagle3.config import UserError
-from eagle3.prompts.rendering import ChatRenderer, Rendered, RenderingError, load_tokenizer, tokenizer_digest
+from eagle3.prompts.rendering import (
+    ChatRenderer,
+    Rendered,
+    RenderingError,
+    end_token_ids,
+    load_tokenizer,
+    tokenizer_digest,
+)
 
 SMOLLM2_TEMPLATE = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
@@ -345,3 +352,27 @@ def test_tokenizer_digest_moves_with_the_vocabulary_alone() -> None:
     assert tokenizer_digest(tokenizer) == digest
     assert len(digest) == 32
     assert tokenizer_digest(make_tokenizer(None, LLAMA3_SPECIALS)) != digest
+
+
+def write_end_tokens(directory: Path, **files: Any) -> Path:
+    for name, values in files.items():
+        (directory / f"{name}.json").write_text(json.dumps(values))
+    return directory
+
+
+def test_end_tokens_are_all_that_config_generation_config_and_tokenizer_name(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(None, ["<|eom_id|>", *CHATML_SPECIALS])
+    unnamed, end = 0, 3  # SGLang ends an answer at the first whoever names it
+    assert end_token_ids(tmp_path, tokenizer) == {unnamed, end}
+    write_end_tokens(tmp_path, config={"eos_token_id": None}, generation_config={"eos_token_id": [7, 8]})
+    assert end_token_ids(tmp_path, tokenizer) == {unnamed, end, 7, 8}
+    write_end_tokens(tmp_path, config={"eos_token_id": 9}, generation_config={"eos_token_id": 1})
+    tokenizer.eos_token = None
+    assert end_token_ids(tmp_path, tokenizer) == {unnamed, 1, 9}
+
+
+def test_end_tokens_of_a_nested_text_config_count_where_the_whole_names_none(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(None, CHATML_SPECIALS)
+    nested = {"text_config": {"eos_token_id": [5, 6]}}
+    assert end_token_ids(write_end_tokens(tmp_path, config=nested), tokenizer) == {2, 5, 6}
+    assert end_token_ids(write_end_tokens(tmp_path, config=nested | {"eos_token_id": 4}), tokenizer) == {2, 4}

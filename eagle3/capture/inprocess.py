@@ -16,6 +16,7 @@ from transformers.masking_utils import sdpa_mask
 
 from eagle3.capture.generation import BatchDecoder, Generation, grouped_attention
 from eagle3.config import RegenerateConfig, TargetConfig, UserError
+from eagle3.prompts.rendering import end_token_ids
 
 ATTENTION_NAME = "eagle3_grouped"
 LOGITS_PER_CHUNK = 2**24  # 64 MiB in fp32: little beside a target's head
@@ -61,8 +62,8 @@ class TransformersEngine:
         self.model = model.to(device).eval()
         self.tokenizer = tokenizer
         self.capture_layers = list(capture_layers)
-        self.end_ids = end_ids(model.generation_config.eos_token_id, tokenizer.eos_token_id)
         self._path = Path(target.path)
+        self.end_ids = end_token_ids(self._path, tokenizer)
         self._text_config: Any = model.config.get_text_config()
         self._body: Any = model.get_decoder()
         self._head: Any = model.get_output_embeddings()
@@ -161,12 +162,6 @@ class TransformersEngine:
                 f"prompt and answer must fit the target's attention window of {window} tokens to generate in this "
                 f"process, got {num_tokens} ({self._path}); {advice}"
             )
-
-
-def end_ids(*eos_token_ids: int | list[int] | None) -> frozenset[int]:
-    """Returns the tokens that end an answer, of settings that are one id, a list or nothing."""
-    ids = [[each] if isinstance(each, int) else each or [] for each in eos_token_ids]
-    return frozenset(token for group in ids for token in group)
 
 
 def _pad(sequences: Sequence[Sequence[int]]) -> Tensor:

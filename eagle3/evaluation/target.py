@@ -5,6 +5,7 @@ it, so nothing is cropped and sequences of one batch may be at different lengths
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from transformers.cache_utils import Cache
 
 from eagle3.config import TargetConfig, UserError
 from eagle3.features.record import FeatureSample, supervised_rows
+from eagle3.prompts.rendering import end_token_ids
 
 
 class SlotCache(Cache):
@@ -165,14 +167,7 @@ def load_local_target(
             f"target.path must be a model that transformers loads, got {config.path!r} ({error}); complete the "
             f"directory, or serve the model with SGLang and pass --server URL"
         ) from error
-    # As SGLang does, an answer ends with any of these.
-    eos_ids = (
-        model.generation_config.eos_token_id,
-        model.config.get_text_config().to_dict().get("eos_token_id"),
-        tokenizer.eos_token_id,
-    )
-    end_ids = frozenset(token for ids in eos_ids for token in ([ids] if isinstance(ids, int) else ids or []))
-    return LocalTarget(model.to(device), capture_layers, end_ids)
+    return LocalTarget(model.to(device), capture_layers, end_token_ids(Path(config.path), tokenizer))
 
 
 def attention_window(text_config: dict[str, Any]) -> int | None:

@@ -28,6 +28,9 @@ RESERVED_TEMPLATE_KWARGS = (
     "tokenize",
 )
 
+# Ends of a turn that some checkpoints ship without naming them; SGLang looks for them by their text.
+UNNAMED_END_TOKENS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
+
 
 class RenderingError(ValueError):
     """This conversation cannot be rendered with an exact mask; others of the same file may be."""
@@ -194,6 +197,27 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     # Padding and truncation are left there by the last call, and change no id.
     state["padding"] = state["truncation"] = None
     return xxhash.xxh3_128_hexdigest(json.dumps(state, sort_keys=True).encode())
+
+
+def end_token_ids(target_path: Path, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Returns the tokens that end an answer: all that the target's files name, as SGLang has it.
+
+    One of the files is often narrower than the others; a file that is not there names none.
+
+    Source: SGLang 0.5.23, srt/managers/schedule_batch.py (`_check_token_based_finish`), srt/configs/model_config.py
+    (`_get_hf_eos_token_id`) and srt/utils/hf_transformers/common.py (`attach_additional_stop_token_ids`).
+    """
+    config, generation_config = (
+        json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        for path in (target_path / "config.json", target_path / "generation_config.json")
+    )
+    if config.get("eos_token_id") is None:
+        config = config.get("text_config") or {}  # of a model with other towers
+    added = tokenizer.get_added_vocab()
+    found = {added[text] for text in UNNAMED_END_TOKENS if text in added}
+    for ids in (config.get("eos_token_id"), generation_config.get("eos_token_id"), tokenizer.eos_token_id):
+        found |= {ids} if isinstance(ids, int) else set(ids or ())
+    return frozenset(found)
 
 
 def _shown(expected: str, text: str) -> str:

@@ -4,15 +4,15 @@ Everything here is done before the ranks meet: reading a large store takes longe
 """
 
 import dataclasses
-import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
-from eagle3.config import DataConfig, TargetConfig, TrainConfig, UserError
+from eagle3.config import DataConfig, TrainConfig, UserError
 from eagle3.draft.draft_vocab import build_draft_vocab
 from eagle3.draft.initial import drafter_config_from_target, init_drafter
 from eagle3.draft.model import Eagle3Drafter
@@ -25,7 +25,7 @@ from eagle3.draft.target_weights import (
 )
 from eagle3.features.manifest import Manifest, digest_target_config, digest_target_weights
 from eagle3.features.store import FeatureStore
-from eagle3.prompts.rendering import load_tokenizer, tokenizer_digest
+from eagle3.prompts.rendering import end_token_ids, load_tokenizer, tokenizer_digest
 from eagle3.training.batches import usable_samples
 
 logger = logging.getLogger(__name__)
@@ -55,13 +55,16 @@ def load_inputs(config: TrainConfig) -> Inputs:
     target_path = Path(config.target.path)
     target_config = load_target_config(target_path)
     capture_layers = config.target.capture_layers or default_capture_layers(target_config["num_hidden_layers"])
-    check_store(store, config.target, capture_layers)
+    tokenizer = load_tokenizer(config.target.path, config.target.trust_remote_code)
+    check_store(store, target_path, capture_layers, tokenizer)
     train_indices, held_out_indices = split_samples(store, config.data)
 
     target = load_target_weights(target_path)
     drafter = Eagle3Drafter(drafter_config_from_target(target_config, config.draft, capture_layers))
     draft_vocab = build_draft_vocab(
-        store.token_counts(train_indices), config.draft.draft_vocab_size, end_token_ids(target_path, target_config)
+        store.token_counts(train_indices),
+        config.draft.draft_vocab_size,
+        must_keep=sorted(end_token_ids(target_path, tokenizer)),
     )
     init_drafter(drafter, target, draft_vocab, seed=config.run.seed, init_from_target=config.draft.init_from_target)
     to_serving_config(drafter.config, target_config, torch.bfloat16)  # refuses now what could not be exported later
@@ -105,18 +108,19 @@ def check_settings(config: TrainConfig) -> None:
         raise UserError("some settings cannot be trained with:\n" + "\n".join(problems) + "\nchange them")
 
 
-def check_store(store: FeatureStore, target: TargetConfig, capture_layers: list[int]) -> None:
+def check_store(
+    store: FeatureStore, target_path: Path, capture_layers: list[int], tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Compares what the store says of its target with the target at hand.
 
     Raises:
         UserError: they differ; every difference is named with both values.
     """
-    path = Path(target.path)
     here = {
         "capture_layers": tuple(capture_layers),
-        "target_config_digest": digest_target_config(path),
-        "target_revision": digest_target_weights(path),
-        "tokenizer_digest": tokenizer_digest(load_tokenizer(target.path, target.trust_remote_code)),
+        "target_config_digest": digest_target_config(target_path),
+        "target_revision": digest_target_weights(target_path),
+        "tokenizer_digest": tokenizer_digest(tokenizer),
     }
     stored = _fields(store.manifest)
     problems = [
@@ -126,7 +130,7 @@ def check_store(store: FeatureStore, target: TargetConfig, capture_layers: list[
     ]
     if problems:
         raise UserError(
-            f"the target must be the one whose features are in {store.path}, got another ({path}):\n"
+            f"the target must be the one whose features are in {store.path}, got another ({target_path}):\n"
             + "\n".join(problems)
             + "\nchange target.path or target.capture_layers, or capture a new store"
         )
@@ -155,17 +159,6 @@ def split_samples(store: FeatureStore, data: DataConfig) -> tuple[list[int], lis
                 f"change these, or capture more samples"
             )
     return usable["training"].indices, usable["held-out"].indices
-
-
-def end_token_ids(target_path: Path, target_config: dict[str, Any]) -> list[int]:
-    """Returns the tokens that end an answer, by the target's generation config and its config."""
-    found: set[int] = set()
-    generation_path = target_path / "generation_config.json"
-    generation = json.loads(generation_path.read_text(encoding="utf-8")) if generation_path.exists() else {}
-    for values in (generation, target_config):
-        ids = values.get("eos_token_id")
-        found |= set(ids if isinstance(ids, list) else [] if ids is None else [ids])
-    return sorted(found)
 
 
 def _fields(manifest: Manifest) -> dict[str, Any]:

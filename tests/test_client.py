@@ -14,7 +14,8 @@ from sglang_servers import CHUNK, COUNTING_CHANNEL, server_config, write_countin
 from eagle3.capture.client import SGLangEngine
 from eagle3.capture.dispatch import SetAside
 from eagle3.capture.inprocess import Captured, TransformersEngine
-from eagle3.capture.server import ServerError, capturing_servers
+from eagle3.capture.launch import ServerError
+from eagle3.capture.server import capturing_servers
 from eagle3.capture.staging import request_id
 from eagle3.capture.staging_area import SampleError, StagingArea
 from eagle3.config import RegenerateConfig, TargetConfig, UserError

@@ -9,7 +9,8 @@ import pytest
 import requests
 
 from eagle3.capture.dispatch import MAX_RESTARTS, Dispatcher, Job, JobError, SetAside
-from eagle3.capture.server import Server, ServerError
+from eagle3.capture.launch import ServerError
+from eagle3.capture.server import Server
 
 
 class FakeServer(Server):

@@ -105,6 +105,8 @@ def test_reason_why_a_sample_does_not_come_is_passed_on(tmp_path: Path) -> None:
         with pytest.raises(SampleError, match=r"answered but wrote nothing to .*\.safetensors in 0 s"):
             area.wait_for(request, timeout_seconds=0.1)
         assert time.monotonic() - started < 5
+        with pytest.raises(SampleError, match=r"the server died before it wrote .*\.safetensors"):
+            area.wait_for(request, timeout_seconds=10, lives=lambda: False)
         write_json(error_path(area.directory, request), {"error": "a hole"})
         with pytest.raises(SampleError, match=r"^a hole$"):
             area.wait_for(request, timeout_seconds=10)

@@ -11,6 +11,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+import requests
 import torch
 import xxhash
 from torch import Tensor
@@ -18,8 +19,9 @@ from torch import Tensor
 from eagle3.capture.dispatch import Dispatcher, Job, JobError, SetAside
 from eagle3.capture.generation import Generation
 from eagle3.capture.inprocess import Captured
+from eagle3.capture.launch import ServerError
 from eagle3.capture.loops import first_occurrence_end
-from eagle3.capture.server import Server, ServerError, ServerFacts
+from eagle3.capture.server import Server, ServerFacts
 from eagle3.capture.staging_area import SampleError, StagingArea
 from eagle3.config import RegenerateConfig, ServerConfig, UserError
 
@@ -182,14 +184,17 @@ class _Capture:
         return True
 
     def run(self, server: Server, job: Job) -> None:
+        life = server.life
         body = prefill_body(job.input_ids, job.request_id)
         answer = post_job(server, body, self._config.request_timeout_seconds)
         num_tokens = answer["meta_info"]["prompt_tokens"]
         if num_tokens != len(job.input_ids):
             raise JobError(f"the server must run {len(job.input_ids)} tokens, got {num_tokens}")
         try:
-            self._area.wait_for(job.request_id, FILE_SECONDS)
+            self._area.wait_for(job.request_id, FILE_SECONDS, lambda: server.lives(life))
         except SampleError as error:
+            if not server.lives(life):
+                raise requests.ConnectionError(str(error)) from error
             raise JobError(str(error)) from error
 
     def collect(self, job: Job, answer: object) -> Captured:

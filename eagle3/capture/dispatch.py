@@ -14,7 +14,8 @@ from typing import Generic, Protocol, TypeVar
 
 import requests
 
-from eagle3.capture.server import Server, ServerError
+from eagle3.capture.launch import ServerError
+from eagle3.capture.server import Server
 
 logger = logging.getLogger(__name__)
 

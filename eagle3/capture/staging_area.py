@@ -10,6 +10,7 @@ import os
 import secrets
 import shutil
 import time
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -87,11 +88,11 @@ class StagingArea:
         self.used_bytes -= num_bytes
         assert self.used_bytes >= 0, self.used_bytes
 
-    def wait_for(self, request: str, timeout_seconds: float) -> None:
+    def wait_for(self, request: str, timeout_seconds: float, lives: Callable[[], bool] = lambda: True) -> None:
         """Returns once a sample is there; the server writes it a moment after it has answered.
 
         Raises:
-            SampleError: the server says that it cannot be whole, or it does not come.
+            SampleError: the server says that it cannot be whole, it does not come, or the server no longer `lives`.
         """
         path, failed = sample_path(self.directory, request), error_path(self.directory, request)
         deadline = time.monotonic() + timeout_seconds
@@ -99,6 +100,8 @@ class StagingArea:
         while not path.exists():
             if failed.exists():
                 raise SampleError(json.loads(failed.read_text())["error"])
+            if not lives():
+                raise SampleError(f"the server died before it wrote {path}")
             if time.monotonic() > deadline:
                 raise SampleError(f"the server answered but wrote nothing to {path} in {timeout_seconds:.0f} s")
             time.sleep(pause)

@@ -13,6 +13,7 @@ from eagle3.prompts.rendering import (
     ChatRenderer,
     Rendered,
     RenderingError,
+    answer_text,
     end_token_ids,
     load_tokenizer,
     tokenizer_digest,
@@ -376,3 +377,16 @@ def test_end_tokens_of_a_nested_text_config_count_where_the_whole_names_none(tmp
     nested = {"text_config": {"eos_token_id": [5, 6]}}
     assert end_token_ids(write_end_tokens(tmp_path, config=nested), tokenizer) == {2, 5, 6}
     assert end_token_ids(write_end_tokens(tmp_path, config=nested | {"eos_token_id": 4}), tokenizer) == {2, 4}
+
+
+@pytest.mark.parametrize("clean_up", [False, True])
+def test_the_text_of_an_answer_encodes_to_its_ids_again(clean_up: bool) -> None:
+    tokenizer = smollm2(clean_up_tokenization_spaces=clean_up)
+    text = "Hi , is n't it ?<|endoftext|> Hi ."
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    end = tokenizer.eos_token_id
+    assert answer_text(tokenizer, [*ids, end], finished=True) == text
+    assert answer_text(tokenizer, ids, finished=False) == text
+    # A token limit may cut an answer behind a control token that is not its end.
+    assert answer_text(tokenizer, [*ids, 0], finished=False) == text + "<|endoftext|>"
+    assert answer_text(tokenizer, [], finished=False) == ""

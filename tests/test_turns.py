@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from eagle3.capture.generation import Generation
+from eagle3.capture.regenerate import answer_conversations
 from eagle3.config import EvaluateConfig, PromptsConfig, UserError
 from eagle3.evaluation.turns import ask_all, select_conversations
 from eagle3.features.record import is_held_out
 from eagle3.prompts.conversations import Conversation
-from eagle3.prompts.rendering import load_tokenizer
+from eagle3.prompts.rendering import ChatRenderer, load_tokenizer
+
+END_IDS = frozenset([2])  # <|im_end|> of the tiny target
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ def test_answers_become_history_and_recorded_answers_do_not(tokenizer: PreTraine
         asked.append([str(tokenizer.decode(ids)) for ids in prompts])
         return [Reply([*tokenizer(f"reply {len(asked)}")["input_ids"], 2]) for _ in prompts]
 
-    turns = ask_all(conversations, tokenizer, EvaluateConfig(), answer)
+    turns = ask_all(conversations, tokenizer, EvaluateConfig(), answer, END_IDS)
     assert [turn.sample_id for turn in turns] == ["a", "b", "c", "a", "c", "c"]
     opening = "<|im_start|>assistant\n"
     said = opening + "reply {}<|im_end|>\n"
@@ -66,18 +70,48 @@ def test_answers_become_history_and_recorded_answers_do_not(tokenizer: PreTraine
     ]
 
 
+@pytest.mark.parametrize("ends", [[2], [], [0]], ids=["finished", "at the limit", "at a token that ends nothing"])
+def test_later_turns_are_asked_as_they_were_when_features_were_captured(tiny_target: Path, ends: list[int]) -> None:
+    tokenizer = load_tokenizer(str(tiny_target), trust_remote_code=False)
+    tokenizer.clean_up_tokenization_spaces = True  # as many configs ask, for display
+    answer_ids = [*tokenizer("is it , or is n't it ?")["input_ids"], 0, *tokenizer(" so .")["input_ids"], *ends]
+    conversation = Conversation("a", (user("1"), user("2")), 1)
+    asked: dict[str, list[list[int]]] = {"capture": [], "evaluation": []}
+
+    def generate(prompts: list[list[int]]) -> list[Generation]:
+        asked["capture"] += prompts
+        return [Generation(answer_ids, finished=ends == [2], looped=False) for _ in prompts]
+
+    def answer(prompts: list[list[int]]) -> list[Reply]:
+        asked["evaluation"] += prompts
+        return [Reply(answer_ids) for _ in prompts]
+
+    answer_conversations([conversation], ChatRenderer(tokenizer, {}), tokenizer, generate, max_tokens=500)
+    ask_all([conversation], tokenizer, EvaluateConfig(), answer, END_IDS)
+    assert len(asked["capture"]) == 2
+    assert asked["evaluation"] == asked["capture"]
+
+
+def test_an_empty_answer_is_history_too(tokenizer: PreTrainedTokenizerBase) -> None:
+    conversation = Conversation("a", (user("1"), user("2")), 1)
+    turns = ask_all([conversation], tokenizer, EvaluateConfig(), lambda prompts: [Reply([])], END_IDS)
+    assert str(tokenizer.decode(turns[1].prompt_ids)).count("<|im_start|>assistant\n<|im_end|>") == 1
+
+
 def test_a_conversation_that_no_longer_fits_ends_and_is_counted(
     tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
 ) -> None:
     conversations = [Conversation("a", (user("hi"), user("what? " * 30)), 7), Conversation("b", (user("hi"),), 8)]
     config = EvaluateConfig(prompts=PromptsConfig(path="p.jsonl", max_tokens=60))
     with caplog.at_level(logging.WARNING):
-        turns = ask_all(conversations, tokenizer, config, lambda prompts: [Reply([5, 2]) for _ in prompts])
+        turns = ask_all(conversations, tokenizer, config, lambda prompts: [Reply([5, 2]) for _ in prompts], END_IDS)
     assert [turn.sample_id for turn in turns] == ["a", "b"]
     assert "1 conversations ended early; the first at line 7:" in caplog.text
     assert "more than prompts.max_tokens" in caplog.text
     with pytest.raises(UserError, match=r"at least one prompt must be askable, got none of 1 \(p.jsonl\); .*line 7"):
-        ask_all([Conversation("a", (user("what? " * 60),), 7)], tokenizer, config, lambda prompts: [Reply([5])])
+        ask_all(
+            [Conversation("a", (user("what? " * 60),), 7)], tokenizer, config, lambda prompts: [Reply([5])], END_IDS
+        )
 
 
 def test_held_out_prompts_are_those_of_training(tmp_path: Path) -> None:

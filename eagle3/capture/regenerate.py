@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eagle3.capture.generation import Generation
 from eagle3.prompts.conversations import BadRow, Conversation
-from eagle3.prompts.rendering import ChatRenderer, RenderingError
+from eagle3.prompts.rendering import ChatRenderer, RenderingError, answer_text
 
 
 @dataclass(frozen=True)
@@ -111,9 +111,8 @@ def _add_answer(dialogue: _Dialogue, prompt: list[int], answer: Generation, toke
     dialogue.input_ids = prompt + answer.ids
     dialogue.num_unfinished += not (answer.finished or answer.looped)
     dialogue.num_looped += answer.looped
-    written = answer.ids[:-1] if answer.finished else answer.ids
-    content = tokenizer.decode(written, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    dialogue.messages.append({"role": "assistant", "content": str(content)})
+    content = answer_text(tokenizer, answer.ids, finished=answer.finished)
+    dialogue.messages.append({"role": "assistant", "content": content})
 
 
 def _result(dialogue: _Dialogue) -> Answered | BadRow:

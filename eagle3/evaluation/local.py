@@ -42,7 +42,7 @@ def evaluate_local(config: EvaluateConfig) -> Report:
         return _decode(config, target, drafter, prompts, "decoding with the drafter")
 
     with stopwatch.stage("decode"):
-        turns = ask_all(conversations, tokenizer, config, answer_all)
+        turns = ask_all(conversations, tokenizer, config, answer_all, target.end_ids)
     prompts = [turn.prompt_ids for turn in turns]
     untrained, simulated_store, speed = None, None, None
     if config.compare_untrained:

@@ -18,7 +18,7 @@ from eagle3.evaluation.report import Measured, Report, Stopwatch, is_looping, me
 from eagle3.evaluation.served import ServedAnswer, ServerFacts, SGLangClient, findings, served_rounds
 from eagle3.evaluation.simulate import open_store, simulate_store
 from eagle3.evaluation.turns import ask_all, select_conversations
-from eagle3.prompts.rendering import load_tokenizer
+from eagle3.prompts.rendering import end_token_ids, load_tokenizer
 from eagle3.tracking import git_state, write_provenance
 
 RESULT_NAME = "result.json"
@@ -56,7 +56,8 @@ def evaluate_served(config: EvaluateConfig) -> Report:
     client = SGLangClient(config.server, config.max_new_tokens)
     facts = client.facts()
     conversations = select_conversations(config)
-    tokenizer = load_tokenizer(_tokenizer_path(config, facts), _trusts_remote_code(config))
+    tokenizer_path = _tokenizer_path(config, facts)
+    tokenizer = load_tokenizer(str(tokenizer_path), _trusts_remote_code(config))
     stopwatch = Stopwatch()
     simulated_store = None
     if config.store is not None:
@@ -68,7 +69,7 @@ def evaluate_served(config: EvaluateConfig) -> Report:
             return client.answer_all(prompts, config.batch_size, lambda answer: advance(1))
 
     with stopwatch.stage("serve"):
-        turns = ask_all(conversations, tokenizer, config, answer_all)
+        turns = ask_all(conversations, tokenizer, config, answer_all, end_token_ids(tokenizer_path, tokenizer))
     answers = [turn.answer for turn in turns]
     looping = [is_looping(answer.token_ids) for answer in answers]
     num_draft_tokens = int(facts.flags.get("speculative_num_steps") or config.speculation.num_draft_tokens)
@@ -113,12 +114,12 @@ def _check(config: EvaluateConfig) -> None:
         raise UserError("\n".join(problems))
 
 
-def _tokenizer_path(config: EvaluateConfig, facts: ServerFacts) -> str:
+def _tokenizer_path(config: EvaluateConfig, facts: ServerFacts) -> Path:
     """Returns where the server's tokenizer is: at the path that the server names, if this machine has it too."""
     if Path(facts.tokenizer_path).is_dir():
-        return facts.tokenizer_path
+        return Path(facts.tokenizer_path)
     if config.target is not None:
-        return config.target.path
+        return Path(config.target.path)
     raise UserError(
         f"target.path must name the served model's directory, since the server's {facts.tokenizer_path!r} is not on "
         f"this machine, got null; its tokenizer renders the prompts"

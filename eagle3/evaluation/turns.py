@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from eagle3.config import EvaluateConfig, UserError
 from eagle3.features.record import is_held_out
 from eagle3.prompts.conversations import BadRow, Conversation, read_conversations
-from eagle3.prompts.rendering import ChatRenderer, RenderingError
+from eagle3.prompts.rendering import ChatRenderer, RenderingError, answer_text
 
 logger = logging.getLogger(__name__)
 
@@ -96,10 +96,12 @@ def ask_all(
     tokenizer: PreTrainedTokenizerBase,
     config: EvaluateConfig,
     answer: Callable[[list[list[int]]], list[AnswerType]],
+    end_ids: frozenset[int],
 ) -> list[AnsweredTurn[AnswerType]]:
-    """Asks the first turns of all conversations, then the second ones, and so on; `answer` maps prompts to answers.
+    """Asks the first turns of all conversations, then the second ones, and so on.
 
-    A conversation ends early where it no longer fits prompts.max_tokens or the template; both are counted in the log.
+    `answer` maps prompts to answers, which end with one of `end_ids` or at a token limit. A conversation ends
+    early where it no longer fits prompts.max_tokens or the template; both are counted in the log.
 
     Raises:
         UserError: no turn could be asked.
@@ -124,7 +126,8 @@ def ask_all(
         answers = answer([prompt_ids for _, prompt_ids in asked]) if asked else []
         for (dialogue, prompt_ids), given in zip(asked, answers, strict=True):
             answered.append(AnsweredTurn(dialogue.conversation.id, prompt_ids, given))
-            text = str(tokenizer.decode(given.token_ids, skip_special_tokens=True))
+            finished = not end_ids.isdisjoint(given.token_ids[-1:])
+            text = answer_text(tokenizer, given.token_ids, finished=finished)
             dialogue.history.append({"role": "assistant", "content": text})
         dialogues = [dialogue for dialogue, _ in asked]
     if dropped:

@@ -220,6 +220,15 @@ def end_token_ids(target_path: Path, tokenizer: PreTrainedTokenizerBase) -> froz
     return frozenset(found)
 
 
+def answer_text(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], *, finished: bool) -> str:
+    """Returns an answer as the history holds it: its text without the end token, if it `finished` with one.
+
+    The template encodes the text again, so nothing else is left out or cleaned up: later turns find the answer's ids.
+    """
+    written = list(token_ids[:-1] if finished else token_ids)
+    return str(tokenizer.decode(written, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
 def _shown(expected: str, text: str) -> str:
     """Shows both texts from just before the place where they part."""
     at = next(

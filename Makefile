@@ -40,6 +40,7 @@ test: $(INSTALLED) $(SERVING)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+	$(RUN) -m mypy benchmarks
 	$(RUN) -m pytest
 
 .venv/installed: pyproject.toml constraints-cpu.txt

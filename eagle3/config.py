@@ -129,6 +129,7 @@ class ObjectiveConfig:
     ttt_decay: float = 0.8  # step k weighs ttt_decay ** k
     renormalise: bool = True  # true: target softmax over the W draft tokens; false: exp(z - logZ over V)
     count: Literal["step0", "per_step"] = "step0"  # divide every step by N0, or each by its own count
+    drop_rejected: bool = False  # a row leaves after the first step whose choice is not the recorded token
 
 
 @dataclass(frozen=True)

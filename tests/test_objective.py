@@ -10,8 +10,9 @@ from draft_oracle import CachedDrafter, tiny_drafter
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from eagle3.draft.head import HeadSums, chunks
 from eagle3.draft.model import Eagle3Drafter
-from eagle3.draft.objective import TTTSums, _HeadLoss, _targets, ttt_sums
+from eagle3.draft.objective import TTTSums, _pack_targets, ttt_sums
 from eagle3.draft.target_weights import TargetWeights, log_normaliser
 from eagle3.draft.ttt import PackedSequences, pack, unroll
 from eagle3.features.record import FeatureSample
@@ -61,7 +62,11 @@ class LoopSums:
 
 
 def loop_sums(
-    drafter: Eagle3Drafter, target: TargetWeights, samples: list[FeatureSample], renormalise: bool
+    drafter: Eagle3Drafter,
+    target: TargetWeights,
+    samples: list[FeatureSample],
+    renormalise: bool,
+    drop_rejected: bool = False,
 ) -> LoopSums:
     """Row by row, step by step, token by token, one document at a time."""
     sums = LoopSums([torch.zeros(()) for _ in range(STEPS)], [0] * STEPS, [0] * STEPS, [0.0] * STEPS)
@@ -86,6 +91,8 @@ def loop_sums(
                 recorded = int(sample.input_ids[row + 2 + step])
                 sums.num_top1[step] += target_ids[int(drafted.logits.argmax())] == recorded
                 sums.acceptance[step] += float(torch.minimum(served, log_drafted.detach().exp()).sum())
+                if drop_rejected and target_ids[int(drafted.logits.argmax())] != recorded:
+                    break
     return sums
 
 
@@ -109,6 +116,62 @@ def test_values_and_gradients_are_those_of_the_loop(
         assert scale > 0, name
         # fp32 in another summation order: each element to 1e-5 of the tensor's largest
         torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-5 * scale, msg=name)
+
+
+def with_right_chain(
+    sample: FeatureSample, drafter: Eagle3Drafter, target: TargetWeights, row: int, length: int
+) -> FeatureSample:
+    """Returns the sample with the drafter's own choices as the tokens that follow row + 1."""
+    oracle, input_ids = CachedDrafter(drafter, target.embed_tokens), sample.input_ids.clone()
+    for step in range(length):
+        drafted = oracle.chain(input_ids, sample.aux_hidden_states, row, step + 1)[step]
+        input_ids[row + 2 + step] = drafter.target_ids[drafted.logits.argmax()]
+    return replace(sample, input_ids=input_ids)
+
+
+@pytest.mark.parametrize("chunk_elements", [2**21, 30])
+def test_rows_that_are_rejected_leave_as_if_they_weighed_nothing(
+    chunk_elements: int,
+    make_sample: Callable[..., FeatureSample],
+    target: TargetWeights,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("eagle3.draft.head.CHUNK_ELEMENTS", {"cpu": chunk_elements})
+    drafter = tiny_drafter()
+    samples = [
+        make_sample(f"s{i}", mask, seed=i, hidden_size=16, vocab_size=40)
+        for i, mask in enumerate([[0, 0] + [1] * 9, [0, 1, 1, 1, 1, 0, 0, 1, 1, 1], [0, 0, 0]])
+    ]
+    samples[0] = with_right_chain(samples[0], drafter, target, row=1, length=4)
+    samples[0] = with_right_chain(samples[0], drafter, target, row=5, length=2)
+    samples[1] = with_right_chain(samples[1], drafter, target, row=0, length=1)
+    ours = sums_of(drafter, target, pack(samples), drop_rejected=True)
+    loop = loop_sums(drafter, target, samples, renormalise=True, drop_rejected=True)
+    assert ours.num_counted.tolist() == loop.num_counted
+    assert loop.num_counted[0] > loop.num_counted[1] > loop.num_counted[2] >= loop.num_counted[3] > 0
+    assert ours.num_top1.tolist() == loop.num_top1
+    torch.testing.assert_close(ours.cross_entropy.tolist(), [s.item() for s in loop.cross_entropy], rtol=1e-5, atol=0)
+    torch.testing.assert_close(ours.acceptance.tolist(), loop.acceptance, rtol=1e-5, atol=0)
+    loop_loss = torch.stack([DECAY**step * total for step, total in enumerate(loop.cross_entropy)]).sum()
+    expected = gradients(drafter, loop_loss)
+    for name, gradient in gradients(drafter, ours.loss).items():
+        scale = float(expected[name].abs().max())
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-5 * scale, msg=name)
+
+
+def test_no_row_is_left_after_the_first_step(samples: list[FeatureSample], target: TargetWeights) -> None:
+    """No draft token is a recorded one: later steps have nothing to do, and the loss is that of the first."""
+    drafter, packed = tiny_drafter(), pack(samples)
+    drafted = set(drafter.target_ids.tolist())
+    other = next(token for token in range(40) if token not in drafted)
+    packed = replace(packed, input_ids=torch.full_like(packed.input_ids, other))
+    sums = sums_of(drafter, target, packed, drop_rejected=True)
+    assert sums.num_counted.tolist() == [8, 0, 0, 0]
+    first = sums_of(drafter, target, packed, step_weights=torch.tensor([1.0, 0, 0, 0]))
+    torch.testing.assert_close(sums.loss, first.loss, rtol=1e-6, atol=0)
+    expected = gradients(drafter, first.loss)
+    for name, gradient in gradients(drafter, sums.loss).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-5, msg=name)
 
 
 def test_top1_counts_the_recorded_token(samples: list[FeatureSample], target: TargetWeights) -> None:
@@ -143,14 +206,14 @@ def test_each_row_is_scored_against_the_target_of_its_token(target: TargetWeight
         sample_ids=("a", "b"),
     )
     drafter = tiny_drafter()
-    steps = list(unroll(drafter, target.embed_tokens, packed, 3))
-    targets = _targets(drafter, target, packed, steps, renormalise=True)
-    assert [targets.last[index][:, 0].int().tolist() for index in targets.indices] == [
+    pack_targets = _pack_targets(drafter, target, packed, renormalise=True)
+    scored = [pack_targets.scored(k, step) for k, step in enumerate(unroll(drafter, target.embed_tokens, packed, 3))]
+    assert [pack_targets.targets.last[rows.index][:, 0].int().tolist() for rows in scored] == [
         [11, 12, 22, 23, 24],  # rows at tokens 10, 11, 21, 22, 23
         [12, 23, 24],  # rows at tokens 10, 21, 22
         [24],  # the row at token 21
     ]
-    assert [tokens.tolist() for tokens in targets.recorded] == [[12, 13, 23, 24, 25], [13, 24, 25], [25]]
+    assert [rows.recorded.tolist() for rows in scored] == [[12, 13, 23, 24, 25], [13, 24, 25], [25]]
 
 
 def test_loss_does_not_depend_on_packing(samples: list[FeatureSample], target: TargetWeights) -> None:
@@ -224,17 +287,41 @@ def test_a_stored_normaliser_is_used(samples: list[FeatureSample], target: Targe
 def test_head_gradient_is_that_of_finite_differences(
     renormalise: bool, samples: list[FeatureSample], target: TargetWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("eagle3.draft.objective.CHUNK_ELEMENTS", {"cpu": 3 * STEPS * 12})  # 3 target rows at a time
+    monkeypatch.setattr("eagle3.draft.head.CHUNK_ELEMENTS", {"cpu": 3 * STEPS * 12})  # 3 target rows at a time
     drafter, packed = tiny_drafter(dtype=torch.float64), pack(samples)
     steps = list(unroll(drafter, target.embed_tokens, packed, STEPS))
-    targets = _targets(drafter, target, packed, steps, renormalise)
+    pack_targets = _pack_targets(drafter, target, packed, renormalise)
     weights = DECAY ** torch.arange(STEPS, dtype=torch.float64)
-    normed = [step.hidden.detach().requires_grad_() for step in steps]
 
-    def loss(head: Tensor, *hidden: Tensor) -> Tensor:
-        return _HeadLoss.apply(head, targets, weights, True, *hidden)[0]
+    def loss(weight: Tensor, *normed: Tensor) -> Tensor:
+        head = HeadSums(weight, weights, with_gradient=True)
+        scored = [
+            pack_targets.scored(k, replace(step, normed=own))
+            for k, (step, own) in enumerate(zip(steps, normed, strict=True))
+        ]
+        indices = [rows.index for rows in scored]
+        cuts = chunks(packed.target_rows.numel(), indices, weight.shape[0], weight.device)
+        list(head.score(pack_targets.targets, scored, cuts))
+        return head.loss()
 
-    assert torch.autograd.gradcheck(loss, (drafter.lm_head.weight, *normed))
+    inputs = [drafter.lm_head.weight, *(step.normed.detach().requires_grad_() for step in steps)]
+    grads = torch.autograd.grad(loss(*inputs), inputs)
+    for number, (tensor, grad) in enumerate(zip(inputs, grads, strict=True)):
+        for seed in range(5):
+            direction = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+            ahead, behind = (
+                loss(*inputs[:number], tensor + step * direction, *inputs[number + 1 :]) for step in (1e-5, -1e-5)
+            )
+            # The error of a central difference is of the order of the step squared.
+            torch.testing.assert_close((ahead - behind) / 2e-5, (grad * direction).sum(), rtol=1e-7, atol=1e-7)
+
+
+def test_gradients_are_handed_out_once(samples: list[FeatureSample], target: TargetWeights) -> None:
+    """They are scaled in place, so a second backward must not come by with the wrong ones."""
+    loss = sums_of(tiny_drafter(), target, pack(samples)).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_chunks_do_not_change_the_sums(
@@ -243,7 +330,7 @@ def test_chunks_do_not_change_the_sums(
     drafter, packed = tiny_drafter(), pack(samples)
     whole = sums_of(drafter, target, packed)
     expected = gradients(drafter, whole.loss)
-    monkeypatch.setattr("eagle3.draft.objective.CHUNK_ELEMENTS", {"cpu": 1})  # one target row at a time
+    monkeypatch.setattr("eagle3.draft.head.CHUNK_ELEMENTS", {"cpu": 1})  # one target row at a time
     chunked = sums_of(drafter, target, packed)
     torch.testing.assert_close(chunked.loss, whole.loss)
     assert torch.equal(chunked.num_top1, whole.num_top1)
@@ -286,7 +373,7 @@ def test_no_tensor_of_tokens_by_vocabulary(
     make_sample: Callable[..., FeatureSample], target: TargetWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither (S, V), nor (S, W), nor (T, T), whatever the number of tokens."""
-    monkeypatch.setattr("eagle3.draft.objective.CHUNK_ELEMENTS", {"cpu": 1024})
+    monkeypatch.setattr("eagle3.draft.head.CHUNK_ELEMENTS", {"cpu": 1024})
     num_tokens = 1200
     sample = make_sample("long", [0] + [1] * (num_tokens - 1), hidden_size=16, vocab_size=40)
     sample = replace(sample, target_logz=torch.full((num_tokens - 1,), 5.0))

@@ -10,6 +10,7 @@ from draft_oracle import CachedDrafter, tiny_drafter
 from torch import Tensor
 
 from eagle3.config import UserError
+from eagle3.draft.layer import Rotation
 from eagle3.draft.ttt import PackedSequences, chain_matches, pack, unroll
 from eagle3.features.record import FeatureSample
 
@@ -34,43 +35,26 @@ def counted_by_hand(mask: list[int], step: int) -> list[int]:
     ]
 
 
-class ReadingDrafter:
-    """Stands in for a drafter whose numbers are labels: writes down what each row reads, adds 1 to what it is fed."""
+class ReadingLayer:
+    """Stands in for the layer, with labels for numbers: writes down what each row reads, adds 1 to what it is fed."""
 
     def __init__(self) -> None:
-        self.config = SimpleNamespace(hidden_size=1)
         self.reads: list[list[tuple[int, int, int]]] = []  # per step: (feature, embedding, position) of each row
 
-    def compute_dtype(self) -> torch.dtype:
-        return torch.float32
+    def project(
+        self, embed_tokens: Tensor, token_ids: Tensor, hidden: Tensor, weights: Any, matrix: str, rotation: Rotation
+    ) -> tuple[Tensor, Tensor]:
+        if matrix != "key_value":
+            read = torch.cat([hidden, embed_tokens[token_ids], rotation.positions[:, None]], dim=-1)
+            self.reads.append([(int(a), int(b), int(c)) for a, b, c in read])
+        heads = {"query": 1, "key_value": 2, "query_key_value": 3}[matrix]
+        return torch.zeros(token_ids.numel(), heads, 8), hidden
 
-    def fuse(self, aux: Tensor) -> Tensor:  # (N, 1)
-        return aux
-
-    def attention_input(self, embeds: Tensor, hidden: Tensor) -> Tensor:  # (N, 2)
-        return torch.cat([hidden, embeds], dim=-1)
-
-    def queries(self, attention_input: Tensor, positions: Tensor) -> Tensor:  # (N, 1, 8)
-        read = torch.cat([attention_input, positions[:, None]], dim=-1)
-        self.reads.append([(int(a), int(b), int(c)) for a, b, c in read])
-        return torch.zeros(len(read), 1, 8)
-
-    def keys_values(self, attention_input: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        zeros = torch.zeros(len(positions), 1, 8)
-        return zeros, zeros
-
-    def qkv(self, embeds: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        attention_input = self.attention_input(embeds, hidden)
-        return self.queries(attention_input, positions), *self.keys_values(attention_input, positions)
-
-    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        return hidden + 1
-
-    def feedback(self, output: Tensor) -> Tensor:
-        return output
+    def finish(self, residual: Tensor, attended: Tensor, weights: Any) -> tuple[Tensor, Tensor]:
+        return residual + 1, residual
 
 
-def test_alignment_table() -> None:
+def test_alignment_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """Labels for numbers: token t of the second document is 20 + t, its feature 100 * (20 + t)."""
     mask = torch.tensor([0, 1, 1, 1, 0, 0, 1, 1, 1, 1], dtype=torch.bool)
     token_ids = torch.tensor([10, 11, 12, 13, 20, 21, 22, 23, 24, 25])
@@ -85,10 +69,16 @@ def test_alignment_table() -> None:
         target_logz=None,
         sample_ids=("a", "b"),
     )
-    drafter: Any = ReadingDrafter()
+    layer = ReadingLayer()
+    monkeypatch.setattr("eagle3.draft.ttt.project", layer.project)
+    monkeypatch.setattr("eagle3.draft.ttt.finish", layer.finish)
+    names = SimpleNamespace(query="query", key_value="key_value", query_key_value="query_key_value")
+    monkeypatch.setattr("eagle3.draft.ttt.layer_weights", lambda drafter: names)
+    config = SimpleNamespace(num_attention_heads=1, num_key_value_heads=1, head_dim=8, norm_output=False)
+    drafter: Any = SimpleNamespace(config=config, fuse=lambda aux: aux, rope_tables=lambda num_positions: None)
     rows = [step.rows.tolist() for step in unroll(drafter, torch.arange(30.0)[:, None], packed, 3)]
     assert rows == [[0, 1, 5, 6, 7], [0, 5, 6], [5]]
-    assert drafter.reads == [
+    assert layer.reads == [
         # feature, embedding of the next token, position
         [(1000, 11, 0), (1100, 12, 1), (2100, 22, 1), (2200, 23, 2), (2300, 24, 3)],
         # own output (the feature + 1), embedding one further, position one further
@@ -166,9 +156,10 @@ def test_unrolled_steps_equal_drafting_with_a_kv_cache(
             length = sum(row in counted_by_hand(sample.loss_mask.int().tolist(), step) for step in range(4))
             chains[start + row] = oracle.chain(sample.input_ids, sample.aux_hidden_states, row, length)
     for index, step in enumerate(steps):
-        for row, output in zip(step.rows.tolist(), step.hidden, strict=True):
+        for row, output, normed in zip(step.rows.tolist(), step.hidden, step.normed, strict=True):
             expected = chains[row][index]
             torch.testing.assert_close(output, expected.output, rtol=1e-5, atol=1e-5)  # fp32, other summation order
+            torch.testing.assert_close(drafter.norm(output), normed, rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(drafter.logits(output), expected.logits, rtol=1e-5, atol=1e-5)
 
 

@@ -7,128 +7,154 @@ probabilities are those of a softmax that forgot the chain.
 
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from eagle3.draft.fusion import has_kernels, take
+
 CAUSAL = 1  # the memory-efficient kernel's mask type: row i of a document sees its rows 0..i
 
 
-def chain_attention(
-    query: Tensor,  # (R, n_q, d)
-    keys: Tensor,  # (T, n_kv, d) of step 0, every token
-    values: Tensor,  # (T, n_kv, d)
-    own_keys: Tensor,  # (R, C, n_kv, d) of steps 1..C, each row's own
-    own_values: Tensor,  # (R, C, n_kv, d)
-    rows: Tensor,  # (R,) int64, ascending: the token that each query row stands at
-    document_lengths: tuple[int, ...],  # tokens, adding up to T
-) -> Tensor:  # (R, n_q, d)
-    """Attends from each row t to the step-0 keys j <= t of its document and to its own chain; memory is linear in T."""
-    assert sum(document_lengths) == keys.shape[0], (document_lengths, keys.shape)
-    if rows.numel() == 0:
-        return query * 1  # a kernel is never launched on nothing
-    return _ChainAttention.apply(query, keys, values, own_keys, own_values, rows, document_lengths)
+class Documents(NamedTuple):
+    """Documents one after another on a token axis."""
+
+    lengths: tuple[int, ...]  # tokens, adding up to T
+    bounds: Tensor  # (documents + 1,) int32: where each starts, and T
+
+    @classmethod
+    def of(cls, lengths: tuple[int, ...], device: torch.device) -> "Documents":
+        """Returns documents of these lengths."""
+        return cls(lengths, torch.tensor((0, *lengths)).cumsum(0).to(device, torch.int32))
 
 
-class _ChainAttention(torch.autograd.Function):
+class Places(NamedTuple):
+    """Where the rows of a draft step stand."""
+
+    rows: Tensor  # (R,) int64, ascending: the token of each row
+    row_of_token: Tensor  # (T,) int64: the row at each token, -1 where there is none
+    documents: Documents
+
+
+def draft_attention(
+    projected: Tensor,  # (R, n_q, d) queries at step 0; (R, n_q + 2 n_kv, d) with own keys and values later
+    context: Tensor,  # (T, 2 n_kv, d) step-0 keys and values of every token
+    chain: Tensor | None,  # (C, T, 2 n_kv, d) own keys and values of steps 1..C; None at step 0
+    step: int,  # what is projected at step k >= 1 goes to chain[k - 1], in place
+    places: Places,
+) -> tuple[Tensor, Tensor | None]:  # (R, n_q, d), and the chain with this step's link
+    """Attends from each row t to the step-0 keys j <= t of its document and to its own chain; memory is linear in T.
+
+    A step must be given the chain that the step before returned: its gradient runs back along the steps, so that each
+    link has all of it when its own step comes.
+    """
+    assert sum(places.documents.lengths) == context.shape[0], (places.documents.lengths, context.shape)
+    assert (chain is None) == (step == 0), (chain is None, step)
+    output, chain = _DraftAttention.apply(projected, context, chain, step, places)
+    return output, chain
+
+
+class _DraftAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,  # torch leaves it untyped: it holds whatever is put there
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        own_keys: Tensor,
-        own_values: Tensor,
-        rows: Tensor,
-        document_lengths: tuple[int, ...],
-    ) -> Tensor:
-        with torch.autocast(query.device.type, enabled=False):
-            query_at_tokens = _scatter(query, rows, keys.shape[0])
-            context, context_lse = _context_forward(query_at_tokens, keys, values, document_lengths)
-            if own_keys.shape[1]:
-                output, lse = _merge_chain(query, own_keys, own_values, rows, context, context_lse)
+        projected: Tensor,
+        context: Tensor,
+        chain: Tensor | None,
+        step: int,
+        places: Places,
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        num_queries = projected.shape[1] - (0 if chain is None else chain.shape[2])
+        keys, values = context.chunk(2, dim=1)  # (T, n_kv, d)
+        with torch.autocast(projected.device.type, enabled=False):
+            query = take(projected[:, :num_queries], places.row_of_token)  # (T, n_q, d)
+            output_at_tokens, lse = _context_forward(query, keys, values, places.documents)
+            if chain is None:
+                output = take(output_at_tokens, places.rows)
             else:
-                output, lse = context[rows], context_lse[rows]  # (R, n_q, d), (R, n_q)
-        ctx.save_for_backward(query, keys, values, own_keys, own_values, rows, output, lse)
-        ctx.document_lengths = document_lengths
-        return output
+                take(projected[:, num_queries:], places.row_of_token, out=chain[step - 1])
+                ctx.mark_dirty(chain)
+                output = _merge_chain(query, chain[:step], places.rows, output_at_tokens, lse)
+        ctx.save_for_backward(query, context, output, lse)
+        # Kept aside, for later steps write other links; detached, or it and the graph would hold each other.
+        ctx.chain = None if chain is None else chain.detach()
+        ctx.step, ctx.places = step, places
+        return output, chain
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, keys, values, own_keys, own_values, rows, output, lse = ctx.saved_tensors
-        num_tokens = keys.shape[0]
+    def backward(ctx: Any, grad: Tensor | None, grad_chain: Tensor | None) -> tuple[Tensor | None, ...]:
+        query, context, output, lse = ctx.saved_tensors
+        grad = torch.zeros_like(output) if grad is None else grad
+        rows, row_of_token, documents = ctx.places
+        keys, values = context.chunk(2, dim=1)
         with torch.autocast(query.device.type, enabled=False):
-            # Token rows without a query have q, gradient, output and lse zero, so that they add exactly nothing.
+            # Tokens without a row have zero query, output and gradient, so that they add exactly nothing.
             grad_query, grad_keys, grad_values = _context_backward(
-                _scatter(grad, rows, num_tokens),
-                _scatter(query, rows, num_tokens),
-                _scatter(output, rows, num_tokens),
-                _scatter(lse, rows, num_tokens),
-                keys,
-                values,
-                ctx.document_lengths,
+                take(grad, row_of_token), query, take(output, row_of_token), lse, keys, values, documents
             )
-            if own_keys.shape[1]:
-                grad_query, grad_own_keys, grad_own_values = _merge_chain_backward(
-                    grad, query, own_keys, own_values, output, lse, rows, grad_query
-                )
-            else:
-                grad_query = grad_query[rows]
-                grad_own_keys, grad_own_values = torch.zeros_like(own_keys), torch.zeros_like(own_values)
-        return grad_query, grad_keys, grad_values, grad_own_keys, grad_own_values, None, None
+            grad_context = torch.cat([grad_keys, grad_values], dim=1)
+            if ctx.chain is None:
+                return take(grad_query, rows), grad_context, None, None, None
+            if grad_chain is None:  # no later step
+                grad_chain = torch.zeros_like(ctx.chain)
+            links, grad_links = ctx.chain[: ctx.step], grad_chain[: ctx.step]
+            grad_projected = _merge_chain_backward(grad, query, links, rows, output, lse, grad_query, grad_links)
+        return grad_projected, grad_context, grad_chain, None, None
 
 
 def _merge_chain(
-    query: Tensor,  # (R, n_q, d)
-    own_keys: Tensor,  # (R, C, n_kv, d)
-    own_values: Tensor,  # (R, C, n_kv, d)
+    query: Tensor,  # (T, n_q, d)
+    links: Tensor,  # (C, T, 2 n_kv, d)
     rows: Tensor,  # (R,)
-    context: Tensor,  # (T, n_q, d)
-    context_lse: Tensor,  # (T, n_q)
-) -> tuple[Tensor, Tensor]:  # (R, n_q, d), (R, n_q)
+    context: Tensor,  # (T, n_q, d) attention over the step-0 keys
+    lse: Tensor,  # (T, n_q) its log-sum-exp, becomes the merged one at the rows
+) -> Tensor:  # (R, n_q, d)
     """Adds each row's own chain to its attention over the context."""
-    if query.is_cuda:
-        return _kernels().merge_chain(query, own_keys, own_values, rows, context, context_lse)
-    context, context_lse = context[rows], context_lse[rows]  # (R, n_q, d), (R, n_q)
-    scores = _own_scores(query, own_keys)  # (R, n_q, C)
-    lse = torch.cat([context_lse[..., None], scores], dim=-1).logsumexp(-1)  # (R, n_q)
-    own = _sum_over_chain((scores - lse[..., None]).exp(), own_values)
-    return ((context_lse - lse).exp()[..., None] * context + own).to(query.dtype), lse
+    if has_kernels(query):
+        return _kernels().merge_chain(query, links, rows, context, lse)
+    keys, values = links[:, rows].chunk(2, dim=2)  # (C, R, n_kv, d)
+    context_lse = lse[rows]  # (R, n_q)
+    scores = _own_scores(query[rows], keys)  # (R, n_q, C)
+    merged_lse = torch.cat([context_lse[..., None], scores], dim=-1).logsumexp(-1)
+    own = _sum_over_chain((scores - merged_lse[..., None]).exp(), values)  # (R, n_q, d)
+    lse[rows] = merged_lse
+    return ((context_lse - merged_lse).exp()[..., None] * context[rows] + own).to(query.dtype)
 
 
 def _merge_chain_backward(
     grad: Tensor,  # (R, n_q, d)
-    query: Tensor,  # (R, n_q, d)
-    own_keys: Tensor,  # (R, C, n_kv, d)
-    own_values: Tensor,  # (R, C, n_kv, d)
-    output: Tensor,  # (R, n_q, d) merged
-    lse: Tensor,  # (R, n_q) merged
+    query: Tensor,  # (T, n_q, d)
+    links: Tensor,  # (C, T, 2 n_kv, d)
     rows: Tensor,  # (R,)
+    output: Tensor,  # (R, n_q, d) merged
+    lse: Tensor,  # (T, n_q) merged
     context_grad_query: Tensor,  # (T, n_q, d) what the context's backward gave
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of the query, all of it, and of the own keys and values."""
-    if query.is_cuda:
-        return _kernels().merge_chain_backward(grad, query, own_keys, own_values, output, lse, rows, context_grad_query)
-    probs = (_own_scores(query, own_keys) - lse[..., None]).exp()  # (R, n_q, C)
-    delta = _dot(grad, output)[..., None]  # (R, n_q, 1)
-    grad_scores = probs * (_own_dots(grad, own_values) - delta) * query.shape[-1] ** -0.5
-    grad_query = (context_grad_query[rows] + _sum_over_chain(grad_scores, own_keys)).to(query.dtype)
-    return grad_query, _sum_over_group(grad_scores, query, own_keys), _sum_over_group(probs, grad, own_values)
+    grad_links: Tensor,  # (C, T, 2 n_kv, d) of later steps; this step's is added to all but the last
+) -> Tensor:  # (R, n_q + 2 n_kv, d)
+    """Returns the gradients of what the step projected: query, and the last link with what later steps say of it."""
+    if has_kernels(query):
+        return _kernels().merge_chain_backward(grad, query, links, rows, output, lse, context_grad_query, grad_links)
+    keys, values = links[:, rows].chunk(2, dim=2)  # (C, R, n_kv, d)
+    query = query[rows]
+    probs = (_own_scores(query, keys) - lse[rows][..., None]).exp()  # (R, n_q, C)
+    delta = (_wide(grad) * _wide(output)).sum(-1, keepdim=True)  # (R, n_q, 1)
+    grad_scores = probs * (_own_dots(grad, values) - delta) * query.shape[-1] ** -0.5
+    grad_query = context_grad_query[rows] + _sum_over_chain(grad_scores, keys)
+    own = torch.cat([_sum_over_group(grad_scores, query, keys), _sum_over_group(probs, grad, values)], dim=2)
+    grad_links.index_add_(1, rows, own.to(grad_links.dtype))
+    return torch.cat([grad_query.to(grad_links.dtype), grad_links[-1, rows]], dim=1)
 
 
 def _kernels() -> ModuleType:
     # triton comes with the CUDA builds of torch alone.
-    from eagle3.draft import kernels
+    from eagle3.draft import chain_kernels
 
-    return kernels
-
-
-def _scatter(rows_of: Tensor, rows: Tensor, num_tokens: int) -> Tensor:  # (R, ...) -> (T, ...)
-    return rows_of.new_zeros(num_tokens, *rows_of.shape[1:]).index_copy_(0, rows, rows_of)
+    return chain_kernels
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -136,44 +162,40 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def _dot(left: Tensor, right: Tensor) -> Tensor:  # (R, n_q, d), (R, n_q, d) -> (R, n_q)
-    return (_wide(left) * _wide(right)).sum(-1)
-
-
-def _own_dots(per_query: Tensor, own: Tensor) -> Tensor:  # (R, n_q, d), (R, C, n_kv, d) -> (R, n_q, C)
+def _own_dots(per_query: Tensor, own: Tensor) -> Tensor:  # (R, n_q, d), (C, R, n_kv, d) -> (R, n_q, C)
     grouped = _wide(per_query).unflatten(1, (own.shape[2], -1))  # (R, n_kv, group, d)
-    return torch.einsum("rhgd,rchd->rhgc", grouped, _wide(own)).flatten(1, 2)
+    return torch.einsum("rhgd,crhd->rhgc", grouped, _wide(own)).flatten(1, 2)
 
 
-def _own_scores(query: Tensor, own_keys: Tensor) -> Tensor:  # (R, n_q, d), (R, C, n_kv, d) -> (R, n_q, C)
-    return _own_dots(query, own_keys) * query.shape[-1] ** -0.5
+def _own_scores(query: Tensor, keys: Tensor) -> Tensor:  # (R, n_q, d), (C, R, n_kv, d) -> (R, n_q, C)
+    return _own_dots(query, keys) * query.shape[-1] ** -0.5
 
 
-def _sum_over_chain(weights: Tensor, own: Tensor) -> Tensor:  # (R, n_q, C), (R, C, n_kv, d) -> (R, n_q, d)
+def _sum_over_chain(weights: Tensor, own: Tensor) -> Tensor:  # (R, n_q, C), (C, R, n_kv, d) -> (R, n_q, d)
     grouped = weights.unflatten(1, (own.shape[2], -1))  # (R, n_kv, group, C)
-    return torch.einsum("rhgc,rchd->rhgd", grouped, _wide(own)).flatten(1, 2)
+    return torch.einsum("rhgc,crhd->rhgd", grouped, _wide(own)).flatten(1, 2)
 
 
 def _sum_over_group(weights: Tensor, per_query: Tensor, own: Tensor) -> Tensor:
     """Sums weights (R, n_q, C) times vectors (R, n_q, d) over the query heads that share a kv head, shaped as `own`."""
     weights = weights.unflatten(1, (own.shape[2], -1))
     grouped = _wide(per_query).unflatten(1, (own.shape[2], -1))
-    return torch.einsum("rhgc,rhgd->rchd", weights, grouped).to(own.dtype)
+    return torch.einsum("rhgc,rhgd->crhd", weights, grouped)
 
 
 def _context_forward(
     query: Tensor,  # (T, n_q, d)
     keys: Tensor,  # (T, n_kv, d)
     values: Tensor,
-    document_lengths: tuple[int, ...],
+    documents: Documents,
 ) -> tuple[Tensor, Tensor]:  # output (T, n_q, d), log-sum-exp (T, n_q) in fp32 or wider
     if _has_varlen_kernel(query):
-        bounds, longest = _bounds(document_lengths, query.device), max(document_lengths)
+        bounds, longest = documents.bounds, max(documents.lengths)
         output, lse, *_ = torch.ops.aten._flash_attention_forward(
             query, keys, values, bounds, bounds, longest, longest, 0.0, True, False
         )
         return output, lse.transpose(0, 1)
-    outputs = [_document_forward(*document) for document in _documents(document_lengths, query, keys, values)]
+    outputs = [_document_forward(*document) for document in _split(documents, query, keys, values)]
     return torch.cat([output for output, _ in outputs]), torch.cat([lse for _, lse in outputs])
 
 
@@ -184,17 +206,17 @@ def _context_backward(
     lse: Tensor,  # (T, n_q)
     keys: Tensor,  # (T, n_kv, d)
     values: Tensor,
-    document_lengths: tuple[int, ...],
+    documents: Documents,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if _has_varlen_kernel(query):
-        bounds, longest = _bounds(document_lengths, query.device), max(document_lengths)
+        bounds, longest = documents.bounds, max(documents.lengths)
         unused = torch.empty(0, dtype=torch.uint64, device=query.device)  # the random state of a dropout of zero
         lse = lse.transpose(0, 1).contiguous()  # (n_q, T)
         return torch.ops.aten._flash_attention_backward(
             grad, query, keys, values, output, lse, bounds, bounds, longest, longest, 0.0, True, unused, unused
         )
-    documents = _documents(document_lengths, grad, query, output, lse, keys, values)
-    grads = [_document_backward(*document) for document in documents]
+    parts = _split(documents, grad, query, output, lse, keys, values)
+    grads = [_document_backward(*part) for part in parts]
     grad_query, grad_keys, grad_values = (torch.cat(parts) for parts in zip(*grads, strict=True))
     return grad_query, grad_keys, grad_values
 
@@ -203,13 +225,9 @@ def _has_varlen_kernel(query: Tensor) -> bool:
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
 
 
-def _bounds(document_lengths: tuple[int, ...], device: torch.device) -> Tensor:  # (documents + 1,) int32
-    return torch.tensor((0, *document_lengths)).cumsum(0).to(device, torch.int32)
-
-
-def _documents(document_lengths: tuple[int, ...], *tensors: Tensor) -> Iterator[list[Tensor]]:
+def _split(documents: Documents, *tensors: Tensor) -> Iterator[list[Tensor]]:
     """Cuts tensors (T, n, ...) into documents, in the kernels' layout (1, n, T_document, ...)."""
-    for parts in zip(*(tensor.split(document_lengths) for tensor in tensors), strict=True):
+    for parts in zip(*(tensor.split(documents.lengths) for tensor in tensors), strict=True):
         yield [part.transpose(0, 1)[None] for part in parts]
 
 

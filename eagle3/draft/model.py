@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from eagle3.config import UserError
-from eagle3.draft.fusion import add_rms_norm, joined_rms_norms, rms_norm, rotate, swiglu
+from eagle3.draft.fusion import RmsNorm, RopeTables, apply_rope
 
 # Their tables do not depend on the sequence's length, so that packing and serving read the same ones.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -94,7 +95,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden_states: Tensor) -> Tensor:  # (..., size) -> (..., size)
-        return rms_norm(hidden_states, self.weight, self.eps)
+        normed: Tensor = RmsNorm.apply(hidden_states, self.weight, self.eps)
+        return normed
 
 
 class Attention(nn.Module):
@@ -120,7 +122,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, hidden_states: Tensor) -> Tensor:  # (N, D) -> (N, D)
-        return self.down_proj(swiglu(self.gate_proj(hidden_states), self.up_proj(hidden_states)))
+        return self.down_proj(F.silu(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
 
 
 class DraftLayer(nn.Module):
@@ -186,6 +188,10 @@ class Eagle3Drafter(nn.Module):
             return torch.get_autocast_dtype(weight.device.type)
         return weight.dtype
 
+    def rope_tables(self, num_positions: int) -> RopeTables:
+        """Returns RoPE's cosines and sines (P, d/2) of positions 0..P-1."""
+        return self._tables_at(torch.arange(num_positions, device=self.d2t.device))
+
     def fuse(self, aux_hidden_states: Tensor) -> Tensor:  # (N, A*D) -> (N, D)
         """Makes the hidden state of step 0 from the captured states."""
         aux = aux_hidden_states.to(self.compute_dtype())
@@ -197,8 +203,8 @@ class Eagle3Drafter(nn.Module):
     def attention_input(self, embeds: Tensor, hidden_states: Tensor) -> Tensor:  # (N, D), (N, D) -> (N, 2D)
         """Joins the next token's embedding and the hidden state, each with its own norm."""
         layer = self.midlayer
-        return joined_rms_norms(
-            embeds, hidden_states, layer.input_layernorm.weight, layer.hidden_norm.weight, self.config.rms_norm_eps
+        return torch.cat(
+            [layer.input_layernorm(embeds).to(hidden_states.dtype), layer.hidden_norm(hidden_states)], dim=-1
         )
 
     def queries(self, attention_input: Tensor, positions: Tensor) -> Tensor:  # (N, 2D), (N,) -> (N, n_q, d)
@@ -222,10 +228,8 @@ class Eagle3Drafter(nn.Module):
     def finish(self, hidden_states: Tensor, attention_output: Tensor) -> Tensor:  # (N, D), (N, n_q, d) -> (N, D)
         """Completes the layer after the attention; returns its output before the final norm."""
         layer = self.midlayer
-        update = layer.self_attn.o_proj(attention_output.flatten(-2))
-        norm = layer.post_attention_layernorm
-        hidden_states, normed = add_rms_norm(hidden_states, update, norm.weight, norm.eps)
-        return hidden_states + layer.mlp(normed)
+        hidden_states = hidden_states + layer.self_attn.o_proj(attention_output.flatten(-2))
+        return hidden_states + layer.mlp(layer.post_attention_layernorm(hidden_states))
 
     def feedback(self, output: Tensor) -> Tensor:  # (N, D) -> (N, D)
         """Makes the hidden state of the next step from a step's output."""
@@ -236,7 +240,12 @@ class Eagle3Drafter(nn.Module):
         return self.lm_head(self.norm(output))
 
     def _rotate(self, heads: Tensor, positions: Tensor) -> Tensor:  # (N, n, d), (N,) -> (N, n, d)
-        return rotate(heads, positions, self.inv_freq_bits.view(torch.float32), self.rope_scaling)
+        tables = self._tables_at(positions)
+        return apply_rope(heads, tables.cos[:, None], tables.sin[:, None])
+
+    def _tables_at(self, positions: Tensor) -> RopeTables:  # (N,)
+        angles = positions.float()[:, None] * self.inv_freq_bits.view(torch.float32)  # (N, d/2)
+        return RopeTables(angles.cos() * self.rope_scaling, angles.sin() * self.rope_scaling)
 
 
 def _rotary_embedding(config: DrafterConfig) -> LlamaRotaryEmbedding:

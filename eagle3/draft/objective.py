@@ -1,25 +1,19 @@
 """Losses and counts.
 
 Sums and counts leave here undivided: the caller adds them over micro-steps and ranks and divides once. What is easy to
-get wrong: the loss may renormalise the target over the W draft tokens, the acceptance never does (the mass outside is
-lost to the drafter however good it is).
+get wrong: at step k row t is scored against the target of token t+1+k, and a pack without counted rows must still
+reach every parameter.
 """
 
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from eagle3.draft.head import HeadSums, ScoredRows, Targets, chunks
 from eagle3.draft.model import Eagle3Drafter
 from eagle3.draft.target_weights import TargetWeights, log_normaliser
-from eagle3.draft.ttt import DraftStep, PackedSequences, unroll
-
-# Elements of one (rows, W) tensor. On two CPU cores (W 4,096), where about six exist at one time, 2**21 is fastest:
-# larger blocks cost page faults. On a GPU there is one, in bf16; 8,192 rows at W 32,000 fill the matrix units.
-CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**28}
+from eagle3.draft.ttt import Chains, DraftStep, PackedSequences, unroll
 
 
 @dataclass(frozen=True)
@@ -41,181 +35,142 @@ def ttt_sums(
     ttt_steps: int,
     ttt_decay: float,
     renormalise: bool,  # True: target softmax over the W draft tokens; False: exp(z - logZ over V), the rest lost
+    drop_rejected: bool = False,  # a row leaves after the first step whose choice is not the recorded token
     step_weights: Tensor | None = None,  # (K,) in place of ttt_decay ** k
 ) -> TTTSums:
     """Unrolls the drafter and scores every counted row with soft cross-entropy against the target.
 
+    With `drop_rejected` all sums are over the rows that are left: the loss is that of weights of zero for the others.
     A pack without counted rows gives zeros, and a loss that still reaches every parameter, so that ranks with and
     without work run the same collectives.
     """
-    steps = list(unroll(drafter, target.embed_tokens, packed, ttt_steps))
-    num_counted = torch.tensor(
-        [step.rows.numel() for step in steps], dtype=torch.float64, device=packed.input_ids.device
-    )
-    if steps[0].rows.numel() == 0:
-        zeros = torch.zeros_like(num_counted)
-        nothing = sum((_wide(parameter).sum() for parameter in drafter.parameters()), start=zeros.new_zeros(())) * 0.0
+    device = packed.input_ids.device
+    counted = packed.counted(ttt_steps)  # on the CPU
+    if counted[0].numel() == 0:
+        zeros = torch.zeros(ttt_steps, dtype=torch.float64, device=device)
+        nothing = sum(
+            (parameter.sum(dtype=torch.float64) for parameter in drafter.parameters()), start=zeros.new_zeros(())
+        )
+        nothing = nothing * 0.0
         return TTTSums(loss=nothing, cross_entropy=zeros, num_counted=zeros, num_top1=zeros, acceptance=zeros)
     if step_weights is None:
         step_weights = ttt_decay ** torch.arange(ttt_steps, dtype=torch.float64)
-    targets = _targets(drafter, target, packed, steps, renormalise)
-    normed = [drafter.norm(step.hidden) for step in steps]  # K of (R_k, D)
-    loss, sums = _HeadLoss.apply(
-        drafter.lm_head.weight, targets, step_weights.to(num_counted), torch.is_grad_enabled(), *normed
+    # What lies on the CPU is copied now, before there is work that the copy would wait for.
+    head = HeadSums(
+        drafter.lm_head.weight, step_weights.to(device, torch.float64), with_gradient=torch.is_grad_enabled()
     )
-    return TTTSums(loss=loss, cross_entropy=sums[0], num_counted=num_counted, num_top1=sums[1], acceptance=sums[2])
+    pack_targets = _pack_targets(drafter, target, packed, renormalise)
+    if drop_rejected:
+        num_steps = packed.steps_per_row(ttt_steps).to(device)
+        chains = Chains(drafter, target.embed_tokens, packed, ttt_steps)
+        num_counted = _score_survivors(head, pack_targets, chains, counted[0].to(device), num_steps)
+    else:
+        steps = list(unroll(drafter, target.embed_tokens, packed, ttt_steps))
+        num_counted = _score_all(head, pack_targets, steps, counted)
+    loss = head.loss()
+    return TTTSums(
+        loss=loss,
+        cross_entropy=head.sums[0],
+        num_counted=torch.tensor(num_counted, dtype=torch.float64).to(device, non_blocking=True),
+        num_top1=head.sums[1],
+        acceptance=head.sums[2],
+    )
 
 
 @dataclass(frozen=True)
-class _Targets:
-    """What the counted rows are scored against, on the target's token axis S."""
+class _PackTargets:
+    """What the rows of a pack are scored against."""
 
-    head: Tensor  # (W, D) the drafted rows of the target's head, in the compute dtype
-    last: Tensor  # (S, D)
-    logz: Tensor  # (S,) over V
-    renormalise: bool
-    indices: tuple[Tensor, ...]  # K of (R_k,), ascending: which of S each row is scored against
-    recorded: tuple[Tensor, ...]  # K of (R_k,): the recorded token that each row predicts
-    token_ids: Tensor  # (W,) the target token of each draft token
+    targets: Targets
+    rows_on_cpu: Tensor  # (S,) int64, ascending: the token of each target row
+    rows: Tensor  # (S,) the same on the device
+    input_ids: Tensor  # (T,)
 
-    def logits(self, start: int, end: int) -> Tensor:  # (n, W)
-        """Returns the target's logits on the draft vocabulary at target rows start..end."""
-        return self.last[start:end].to(self.head.dtype) @ self.head.T
+    def scored(self, number: int, step: DraftStep) -> ScoredRows:
+        """Says what the rows of draft step `number` are scored against."""
+        return ScoredRows(
+            step=number,
+            normed=step.normed,
+            index=torch.searchsorted(self.rows, step.rows + 1 + number),
+            recorded=self.input_ids[step.rows + 2 + number],
+        )
 
 
-def _targets(
-    drafter: Eagle3Drafter, target: TargetWeights, packed: PackedSequences, steps: list[DraftStep], renormalise: bool
-) -> _Targets:
+def _pack_targets(
+    drafter: Eagle3Drafter, target: TargetWeights, packed: PackedSequences, renormalise: bool
+) -> _PackTargets:
     token_ids = drafter.target_ids
     logz = packed.target_logz
-    return _Targets(
+    targets = Targets(
         head=target.lm_head[token_ids].to(drafter.compute_dtype()),
         last=packed.last_hidden_states,
         logz=log_normaliser(target, packed.last_hidden_states) if logz is None else logz,
         renormalise=renormalise,
-        indices=tuple(torch.searchsorted(packed.target_rows, step.rows + 1 + k) for k, step in enumerate(steps)),
-        recorded=tuple(packed.input_ids[step.rows + 2 + k] for k, step in enumerate(steps)),
         token_ids=token_ids,
     )
+    return _PackTargets(targets, packed.target_rows, packed.target_rows.to(packed.input_ids.device), packed.input_ids)
 
 
-class _HeadLoss(torch.autograd.Function):
-    """Draft head, soft cross-entropy and its gradient by chunks: no (rows, W) tensor outlives its chunk.
+def _score_all(
+    head: HeadSums, pack_targets: _PackTargets, steps: list[DraftStep], counted: list[Tensor]
+) -> list[int]:  # rows of each step
+    """Scores all draft steps together, by the target token that rows share, so that its logits are made once."""
+    targets = pack_targets.targets
+    indices = [torch.searchsorted(pack_targets.rows_on_cpu, rows + 1 + k) for k, rows in enumerate(counted)]
+    cuts = chunks(targets.last.shape[0], indices, targets.head.shape[0], targets.last.device)
+    for _ in head.score(targets, [pack_targets.scored(k, step) for k, step in enumerate(steps)], cuts):
+        pass
+    return [rows.numel() for rows in counted]
 
-    Rows are taken by the target token they are scored against, since up to K of them share its distribution.
+
+def _score_survivors(
+    head: HeadSums,
+    pack_targets: _PackTargets,
+    chains: Chains,
+    rows: Tensor,  # (R_0,) tokens, ascending, on the device
+    num_steps: Tensor,  # (T,) at how many steps each row is counted, on the device
+) -> list[int]:  # rows of each step
+    """Scores one draft step after the other, each at the rows (R_k,) that have been right so far."""
+    targets = pack_targets.targets
+    num_rows = [0] * head.sums.shape[1]
+    for number in range(len(num_rows)):
+        if rows.numel() == 0:
+            break
+        num_rows[number] = rows.numel()
+        scored = pack_targets.scored(number, chains.advance(rows))
+        own = replace(targets, last=targets.last[scored.index], logz=targets.logz[scored.index])
+        scored = replace(scored, index=torch.arange(rows.numel(), device=rows.device))
+        cuts = chunks(rows.numel(), [torch.arange(rows.numel())], targets.head.shape[0], rows.device)
+        choices: list[Tensor] = []
+        for choice in head.score(own, [scored], cuts):
+            choices.append(choice)
+            if len(choices) == len(cuts):
+                right = _is_right(number, targets.token_ids[torch.cat(choices)], scored.recorded)
+                survivors = _Survivors(rows, right & (num_steps[rows] > number + 1))
+        rows = survivors.get()
+    return num_rows
+
+
+def _is_right(number: int, chosen: Tensor, recorded: Tensor) -> Tensor:  # (R_k,) tokens each -> (R_k,) bool
+    """Tells which rows of draft step `number` chose the recorded token."""
+    return chosen == recorded
+
+
+class _Survivors:
+    """The rows that a mask keeps, counted on the device while it has other work.
+
+    Made before the last gradients of the head and asked for after them, it lets the device run on.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any,  # torch leaves it untyped: it holds whatever is put there
-        weight: Tensor,  # (W, D)
-        targets: _Targets,
-        step_weights: Tensor,  # (K,) fp64
-        with_gradient: bool,
-        *normed: Tensor,  # K of (R_k, D) the drafter's output after its final norm
-    ) -> tuple[Tensor, Tensor]:  # loss (), sums (3, K): cross-entropy, top-1, acceptance
-        draft_head = weight.to(targets.head.dtype)
-        grad_weight = torch.zeros_like(weight, dtype=_wide_dtype(weight.dtype)) if with_gradient else None
-        grad_normed = [torch.zeros_like(hidden) for hidden in normed] if with_gradient else []
-        sums = torch.zeros(3, len(normed), dtype=torch.float64, device=weight.device)
-        for chunk in _chunks(targets, len(normed), weight.shape[0]):
-            hidden = torch.cat([hidden[rows] for hidden, rows in zip(normed, chunk.rows, strict=True)]).to(
-                draft_head.dtype
-            )
-            of_chunk = torch.cat([index[rows] for index, rows in zip(targets.indices, chunk.rows, strict=True)])
-            recorded = torch.cat([token[rows] for token, rows in zip(targets.recorded, chunk.rows, strict=True)])
-            sizes = [rows.stop - rows.start for rows in chunk.rows]
-            target_logits = targets.logits(chunk.start, chunk.end)  # (n, W)
-            target_lse = _wide(target_logits).logsumexp(-1)  # (n,)
-            share = (target_lse - targets.logz[chunk.start : chunk.end]).exp()  # (n,) of the target's whole mass
-            at = of_chunk - chunk.start
-            # What the target distribution sums to.
-            mass = torch.ones_like(share)[at] if targets.renormalise else share[at]  # (N,)
-            row_weights = torch.cat([w.expand(size) for w, size in zip(step_weights, sizes, strict=True)]).to(mass)
-            grad_scale = mass * row_weights if with_gradient else None
-            scores = _score_rows(hidden @ draft_head.T, target_logits, target_lse, share, at, grad_scale)
-            top1 = targets.token_ids[scores.choice] == recorded
-            rows_of = torch.stack([scores.cross_entropy * mass, top1.to(mass), scores.acceptance])  # (3, N)
-            sums += torch.stack([part.sum(-1, dtype=torch.float64) for part in rows_of.split(sizes, dim=1)], dim=1)
-            if grad_weight is not None:
-                grad_weight += scores.grad_logits.T @ hidden
-                grads = (scores.grad_logits @ draft_head).split(sizes)
-                for grad, rows, part in zip(grad_normed, chunk.rows, grads, strict=True):
-                    grad[rows] = part.to(grad.dtype)
-        if grad_weight is not None:
-            ctx.save_for_backward(grad_weight.to(weight.dtype), *grad_normed)
-        ctx.mark_non_differentiable(sums)
-        return (step_weights * sums[0]).sum(), sums
+    def __init__(self, rows: Tensor, kept: Tensor) -> None:  # (R,) tokens, (R,) bool
+        self._rows = rows[kept.logical_not().argsort(stable=True)]  # those kept come first, in their order
+        self._count = kept.sum().to("cpu", non_blocking=True)
+        self._counted = torch.cuda.Event() if rows.is_cuda else None
+        if self._counted is not None:
+            self._counted.record()
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        grad_weight, *grad_normed = ((grad * grad_loss).to(grad.dtype) for grad in ctx.saved_tensors)
-        return grad_weight, None, None, None, *grad_normed
-
-
-@dataclass(frozen=True)
-class _RowScores:
-    """What N rows of draft logits are worth."""
-
-    cross_entropy: Tensor  # (N,) against the target's softmax over W
-    acceptance: Tensor  # (N,) 1 - TV against the target over V
-    choice: Tensor  # (N,) int64, the first choice among the draft tokens
-    grad_logits: Tensor  # (N, W) scaled; meaningless where no scale was given
-
-
-def _score_rows(
-    logits: Tensor,  # (N, W), may be overwritten
-    target_logits: Tensor,  # (n, W)
-    target_lse: Tensor,  # (n,)
-    share: Tensor,  # (n,)
-    at: Tensor,  # (N,) which target row each row is scored against
-    grad_scale: Tensor | None,  # (N,) what each row's gradient is multiplied by
-) -> _RowScores:
-    if logits.is_cuda:
-        # triton comes with the CUDA builds of torch alone.
-        from eagle3.draft import kernels
-
-        scores = kernels.score_rows(logits, target_logits, target_lse, share, at, grad_scale)
-        return _RowScores(*scores, grad_logits=logits)
-    probs = (_wide(target_logits) - target_lse[:, None]).exp()[at]  # (N, W)
-    wide = _wide(logits)  # (N, W)
-    drafted = wide.softmax(-1)
-    cross_entropy = wide.logsumexp(-1) - (probs * wide).sum(-1)
-    acceptance = torch.minimum(probs * share[at][:, None], drafted).sum(-1)
-    choice = wide.argmax(-1)
-    if grad_scale is not None:
-        drafted.sub_(probs).mul_(grad_scale[:, None])
-    return _RowScores(cross_entropy, acceptance, choice, drafted.to(logits.dtype))
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """Target rows start..end, and for each step the slice of its rows that are scored against them."""
-
-    start: int
-    end: int
-    rows: list[slice]
-
-
-def _chunks(targets: _Targets, num_steps: int, draft_vocab_size: int) -> list[_Chunk]:
-    num_targets = targets.last.shape[0]
-    elements = CHUNK_ELEMENTS[targets.last.device.type]
-    size = max(1, elements // (num_steps * draft_vocab_size))  # target rows, each with up to K drafted ones
-    bounds = [*range(0, num_targets, size), num_targets]
-    at = torch.tensor(bounds, device=targets.last.device)
-    cuts = torch.stack([torch.searchsorted(index, at) for index in targets.indices], dim=1).tolist()  # (bounds, K)
-    chunks = []
-    for (start, end), (lows, highs) in zip(pairwise(bounds), pairwise(cuts), strict=True):
-        if lows != highs:
-            chunks.append(_Chunk(start, end, [slice(low, high) for low, high in zip(lows, highs, strict=True)]))
-    return chunks
-
-
-def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    """Widens bf16 and fp16 to fp32: sums over a vocabulary are not taken in less."""
-    return tensor.to(_wide_dtype(tensor.dtype))
+    def get(self) -> Tensor:  # (survivors,) tokens, ascending
+        """Returns the rows that are left."""
+        if self._counted is not None:
+            self._counted.synchronize()
+        return self._rows[: int(self._count)]

@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from eagle3.config import UserError
-from eagle3.draft.attention import chain_attention
+from eagle3.draft.attention import Documents, Places, draft_attention
+from eagle3.draft.fusion import TakeRows
+from eagle3.draft.layer import Rotation, finish, layer_weights, project
 from eagle3.draft.model import Eagle3Drafter
 from eagle3.features.record import FeatureSample, supervised_rows
 
@@ -26,40 +27,41 @@ class PackedSequences:
 
     input_ids: Tensor  # (T,) int64
     positions: Tensor  # (T,) int64, from 0 in each document
-    loss_mask: Tensor  # (T,) bool
+    loss_mask: Tensor  # (T,) bool; on the CPU, where rows are counted: no step waits for a device to learn its size
     document_lengths: tuple[int, ...]  # tokens, adding up to T
     aux_hidden_states: Tensor  # (T, A*D)
-    target_rows: Tensor  # (S,) int64, ascending: tokens whose last hidden state is here
+    target_rows: Tensor  # (S,) int64, ascending: tokens whose last hidden state is here; on the CPU like the mask
     last_hidden_states: Tensor  # (S, D) after the target's final norm
     target_logz: Tensor | None  # (S,) fp32
     sample_ids: tuple[str, ...]  # one per document
 
     def to(self, device: torch.device | str) -> "PackedSequences":
-        """Copies the tensors to a device."""
+        """Copies the tensors to a device, but for those that stay on the CPU."""
         return replace(
             self,
             input_ids=self.input_ids.to(device),
             positions=self.positions.to(device),
-            loss_mask=self.loss_mask.to(device),
             aux_hidden_states=self.aux_hidden_states.to(device),
-            target_rows=self.target_rows.to(device),
             last_hidden_states=self.last_hidden_states.to(device),
             target_logz=None if self.target_logz is None else self.target_logz.to(device),
         )
 
-    def counted(self, ttt_steps: int) -> list[Tensor]:
-        """Returns, for each of the K steps, the tokens (R_k,) whose row is counted there, ascending."""
+    def steps_per_row(self, ttt_steps: int) -> Tensor:  # (T,) int64, on the CPU
+        """Returns at how many of the K steps each row is counted: always the first ones."""
         num_tokens = self.loss_mask.numel()
-        chain = torch.ones_like(self.loss_mask)  # (T,) loss_mask[t+1] ... loss_mask[t+shift] all true, one document
-        rows = []
-        for shift in range(1, ttt_steps + 2):
-            rest = max(num_tokens - shift, 0)  # tokens that have another one `shift` later
-            same_document = self.positions[shift:] == self.positions[:rest] + shift
-            chain[:rest] &= self.loss_mask[shift:] & same_document
-            chain[rest:] = False
-            if shift >= 2:
-                rows.append(chain.nonzero().flatten())
-        return rows
+        # A chain from an earlier row ends before a token that is not supervised or starts a document.
+        lengths = torch.tensor(self.document_lengths, dtype=torch.int64)
+        ends_chain = (~self.loss_mask).index_fill(0, lengths.cumsum(0) - lengths, True)
+        tokens = torch.arange(num_tokens + 1)
+        stops = torch.cat([torch.where(ends_chain, tokens[:-1], num_tokens), tokens[-1:]])
+        next_stop = stops.flip(0).cummin(0).values.flip(0)  # (T + 1,) at or after each token
+        # Of the supervised tokens t+1, t+2, ... the first is not drafted: prefill gives it, or the round before.
+        return (next_stop[1:] - tokens[1:] - 1).clamp(0, ttt_steps)
+
+    def counted(self, ttt_steps: int) -> list[Tensor]:
+        """Returns, for each of the K steps, the tokens (R_k,) whose row is counted there, ascending, on the CPU."""
+        num_steps = self.steps_per_row(ttt_steps)
+        return [(num_steps > step).nonzero().flatten() for step in range(ttt_steps)]
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class DraftStep:
 
     rows: Tensor  # (R_k,) int64 tokens, ascending
     hidden: Tensor  # (R_k, D) the layer's output before the final norm
+    normed: Tensor  # (R_k, D) and after it
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,79 @@ def pack(samples: list[FeatureSample]) -> PackedSequences:
     )
 
 
+class Chains:
+    """The draft steps of a pack, one after another; which rows go on is told at each."""
+
+    _context: Tensor  # (T, 2 n_kv, d) step-0 keys and values
+    _hidden: Tensor  # (R_(k-1), D) what the step before hands on
+    _places: Places  # of the step before
+
+    def __init__(
+        self,
+        drafter: Eagle3Drafter,
+        embed_tokens: Tensor,  # (V, D) the target's, frozen
+        packed: PackedSequences,
+        ttt_steps: int,
+    ) -> None:
+        self._drafter = drafter
+        self._embed_tokens = embed_tokens
+        self._packed = packed
+        self._num_links = ttt_steps - 1
+        self._step = 0
+        self._chain: Tensor | None = None  # (K - 1, T, 2 n_kv, d) own keys and values of later steps
+        self._weights = layer_weights(drafter)
+        self._tables = drafter.rope_tables(max(packed.document_lengths, default=0) + ttt_steps)
+        self._documents = Documents.of(packed.document_lengths, packed.input_ids.device)
+
+    def advance(self, rows: Tensor) -> DraftStep:  # (R_k,) tokens, ascending, of those of the step before
+        """Runs the next draft step on recorded tokens."""
+        if rows.numel() == 0:
+            nothing = self._embed_tokens.new_zeros(
+                0, self._drafter.config.hidden_size, dtype=self._drafter.compute_dtype()
+            )
+            return DraftStep(rows=rows, hidden=nothing, normed=nothing)
+        row_of_token = torch.full_like(self._packed.input_ids, -1)  # (T,)
+        row_of_token[rows] = torch.arange(rows.numel(), device=rows.device)
+        places = Places(rows, row_of_token, self._documents)
+        projected, residual = self._first(places) if self._step == 0 else self._next(places)
+        attended, self._chain = draft_attention(projected, self._context, self._chain, self._step, places)
+        output, normed = finish(residual, attended, self._weights)
+        self._hidden = normed if self._drafter.config.norm_output else output
+        self._places = places
+        self._step += 1
+        return DraftStep(rows=rows, hidden=output, normed=normed)
+
+    def _first(self, places: Places) -> tuple[Tensor, Tensor]:  # queries (R_0, n_q, d), residual (R_0, D)
+        """Makes the keys and values of all tokens, and queries of the rows."""
+        config, positions = self._drafter.config, self._packed.positions
+        hidden = self._drafter.fuse(self._packed.aux_hidden_states)  # (T, D)
+        next_ids = _next_ids(self._packed)
+        num_kv_heads = config.num_key_value_heads
+        self._context, _ = self._project(next_ids, hidden, self._weights.key_value, positions, num_kv_heads)
+        hidden = TakeRows.apply(hidden, places.rows, places.row_of_token)  # (R_0, D)
+        rows = places.rows
+        return self._project(next_ids[rows], hidden, self._weights.query, positions[rows], config.num_attention_heads)
+
+    def _next(self, places: Places) -> tuple[Tensor, Tensor]:  # (R_k, n_q + 2 n_kv, d), residual (R_k, D)
+        """Makes queries, keys and values of the rows that go on, from what they put out."""
+        config, before = self._drafter.config, self._places
+        if self._step == 1:
+            self._chain = self._context.new_empty(self._num_links, *self._context.shape)
+        hidden = self._hidden
+        if places.rows.numel() < before.rows.numel():
+            hidden = TakeRows.apply(hidden, before.row_of_token[places.rows], places.row_of_token[before.rows])
+        token_ids = self._packed.input_ids[places.rows + 1 + self._step]
+        positions = self._packed.positions[places.rows] + self._step
+        num_rotated = config.num_attention_heads + config.num_key_value_heads
+        return self._project(token_ids, hidden, self._weights.query_key_value, positions, num_rotated)
+
+    def _project(
+        self, token_ids: Tensor, hidden: Tensor, matrix: Tensor, positions: Tensor, num_rotated: int
+    ) -> tuple[Tensor, Tensor]:
+        rotation = Rotation(positions, self._tables, num_rotated, self._drafter.config.head_dim)
+        return project(self._embed_tokens, token_ids, hidden, self._weights, matrix, rotation)
+
+
 def unroll(
     drafter: Eagle3Drafter,
     embed_tokens: Tensor,  # (V, D) the target's, frozen
@@ -116,33 +192,10 @@ def unroll(
     The later steps read the recorded token, not the drafter's choice: a served chain goes on only where the two agree.
     """
     counted = packed.counted(ttt_steps)
-    rows = counted[0]
-    if rows.numel() == 0:
-        nothing = packed.aux_hidden_states.new_zeros(0, drafter.config.hidden_size, dtype=drafter.compute_dtype())
-        yield from (DraftStep(rows=none, hidden=nothing) for none in counted)
-        return
-    hidden = drafter.fuse(packed.aux_hidden_states)  # (T, D)
-    embeds = F.embedding(_next_ids(packed), embed_tokens)  # (T, D)
-    attention_input = drafter.attention_input(embeds, hidden)  # (T, 2D)
-    keys, values = drafter.keys_values(attention_input, packed.positions)  # (T, n_kv, d)
-    query = drafter.queries(attention_input[rows], packed.positions[rows])  # (R_0, n_q, d)
-    own_keys = keys.new_zeros(rows.numel(), 0, *keys.shape[1:])  # (R_k, k, n_kv, d)
-    own_values = own_keys
-    lengths = packed.document_lengths
-    attended = chain_attention(query, keys, values, own_keys, own_values, rows, lengths)
-    output = drafter.finish(hidden[rows], attended)  # (R_0, D)
-    yield DraftStep(rows=rows, hidden=output)
-    for step in range(1, ttt_steps):
-        kept = torch.searchsorted(rows, counted[step])  # which rows of the step before go on
-        rows = counted[step]  # (R_k,)
-        hidden = drafter.feedback(output[kept])  # (R_k, D)
-        embeds = F.embedding(packed.input_ids[rows + 1 + step], embed_tokens)  # (R_k, D)
-        query, key, value = drafter.qkv(embeds, hidden, packed.positions[rows] + step)
-        own_keys = torch.cat([own_keys[kept], key[:, None]], dim=1)
-        own_values = torch.cat([own_values[kept], value[:, None]], dim=1)
-        attended = chain_attention(query, keys, values, own_keys, own_values, rows, lengths)
-        output = drafter.finish(hidden, attended)  # (R_k, D)
-        yield DraftStep(rows=rows, hidden=output)
+    # One copy, before there is work that it would wait for.
+    on_device = torch.cat(counted).to(packed.input_ids.device).split([rows.numel() for rows in counted])
+    chains = Chains(drafter, embed_tokens, packed, ttt_steps)
+    yield from (chains.advance(rows) for rows in on_device)
 
 
 @torch.no_grad()
@@ -154,11 +207,11 @@ def chain_matches(
 ) -> ChainMatches:
     """Compares the drafter's first choice at every row and step with the recorded token."""
     target_ids = drafter.target_ids
-    rows = packed.counted(ttt_steps)[0]
+    rows = packed.counted(ttt_steps)[0].to(packed.input_ids.device)
     matches = torch.zeros(rows.numel(), ttt_steps, dtype=torch.bool, device=rows.device)
     for index, step in enumerate(unroll(drafter, embed_tokens, packed, ttt_steps)):
-        for some_rows, hidden in zip(step.rows.split(ROWS_PER_CHUNK), step.hidden.split(ROWS_PER_CHUNK), strict=True):
-            drafted = target_ids[drafter.logits(hidden).argmax(-1)]  # (R_chunk,)
+        for some_rows, normed in zip(step.rows.split(ROWS_PER_CHUNK), step.normed.split(ROWS_PER_CHUNK), strict=True):
+            drafted = target_ids[drafter.lm_head(normed).argmax(-1)]  # (R_chunk,)
             matches[torch.searchsorted(rows, some_rows), index] = drafted == packed.input_ids[some_rows + 2 + index]
     return ChainMatches(rows=rows, matches=matches)
 

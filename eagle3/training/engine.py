@@ -57,6 +57,8 @@ class TTTModule(nn.Module):
                 ttt_steps=self.objective.ttt_steps,
                 ttt_decay=self.objective.ttt_decay,
                 renormalise=self.objective.renormalise,
+                # Held-out rows stay, so that their figures can be compared whatever the objective.
+                drop_rejected=self.objective.drop_rejected and torch.is_grad_enabled(),
                 step_weights=step_weights,
             )
         return sums.loss, torch.stack([sums.cross_entropy, sums.num_counted, sums.num_top1, sums.acceptance])

@@ -1,0 +1,101 @@
+"""The layer that training runs is the model's, with the same gradients; and it keeps little."""
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from draft_oracle import tiny_drafter
+from torch import Tensor
+
+from eagle3.draft.layer import Rotation, finish, layer_weights, project
+from eagle3.draft.model import Eagle3Drafter
+from eagle3.draft.objective import ttt_sums
+from eagle3.draft.target_weights import TargetWeights
+from eagle3.draft.ttt import pack
+from eagle3.features.record import FeatureSample
+
+TOKEN_IDS = torch.tensor([3, 39, 3, 0, 17])
+POSITIONS = torch.tensor([0, 7, 1, 63, 7])
+
+
+def random_table() -> Tensor:  # (V, D)
+    return torch.randn(40, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def plain_layer(drafter: Eagle3Drafter, hidden: Tensor) -> list[Tensor]:
+    """Returns query, key, value, output and normed output, by the model; attention is to the row's own key alone."""
+    query, key, value = drafter.qkv(random_table()[TOKEN_IDS], hidden, POSITIONS)
+    output = drafter.finish(hidden, value.repeat_interleave(2, dim=1))
+    return [query, key, value, output, drafter.norm(output)]
+
+
+def fused_layer(drafter: Eagle3Drafter, hidden: Tensor) -> list[Tensor]:
+    weights = layer_weights(drafter)
+    rotation = Rotation(POSITIONS, drafter.rope_tables(64), num_rotated=6, head_dim=6)
+    heads, residual = project(random_table(), TOKEN_IDS, hidden, weights, weights.query_key_value, rotation)
+    query, key, value = heads.split([4, 2, 2], dim=1)
+    return [query, key, value, *finish(residual, value.repeat_interleave(2, dim=1), weights)]
+
+
+def test_equals_the_model_with_all_gradients() -> None:
+    drafter = tiny_drafter(dtype=torch.float64)
+    hidden = torch.randn(5, 16, generator=torch.Generator().manual_seed(2), dtype=torch.float64, requires_grad=True)
+    inputs = [hidden, *(p for name, p in drafter.named_parameters() if name not in ("fc.weight", "lm_head.weight"))]
+    results = []
+    for layer in (fused_layer, plain_layer):
+        outputs = layer(drafter, hidden)
+        generator = torch.Generator().manual_seed(3)
+        grads = [torch.randn(output.shape, generator=generator, dtype=torch.float64) for output in outputs]
+        results.append([*outputs, *torch.autograd.grad(outputs, inputs, grads)])
+    for ours, plain in zip(*results, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-10, atol=1e-10)  # fp64, other summation order
+
+
+def test_queries_alone_and_keys_alone_are_parts_of_the_whole() -> None:
+    drafter = tiny_drafter(dtype=torch.float64)
+    hidden = torch.randn(5, 16, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    weights, tables = layer_weights(drafter), drafter.rope_tables(64)
+
+    def heads(matrix: Tensor, num_rotated: int) -> Tensor:
+        rotation = Rotation(POSITIONS, tables, num_rotated, head_dim=6)
+        return project(random_table(), TOKEN_IDS, hidden, weights, matrix, rotation)[0]
+
+    parts = torch.cat([heads(weights.query, 4), heads(weights.key_value, 2)], dim=1)
+    torch.testing.assert_close(parts, heads(weights.query_key_value, 6), rtol=1e-12, atol=1e-12)
+
+
+def kept_elements(function: Callable[[], Tensor]) -> int:
+    """Returns how many numbers a function's graph keeps for the backward, each storage once."""
+    sizes: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes() // tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = function()
+    assert result.requires_grad
+    return sum(sizes.values())
+
+
+def test_a_draft_step_keeps_what_products_made_and_nothing_else(make_sample: Callable[..., FeatureSample]) -> None:
+    """The difference between K and K + 1 steps is one step, that between T and 2T is linear."""
+    drafter = tiny_drafter(intermediate_size=64)
+    target = TargetWeights(torch.randn(40, 16), torch.randn(40, 16), torch.ones(16), rms_norm_eps=1e-5)
+
+    def kept(num_tokens: int, ttt_steps: int) -> int:
+        packed = pack([make_sample("s", [1] * num_tokens, hidden_size=16, vocab_size=40)])
+        packed = dataclasses.replace(packed, target_logz=torch.zeros(packed.target_rows.numel()))
+        return kept_elements(
+            lambda: ttt_sums(drafter, target, packed, ttt_steps=ttt_steps, ttt_decay=0.8, renormalise=True).loss
+        )
+
+    hidden_size, inner, query_size, heads = 16, 64, 4 * 6, 4
+    # What the layer reads and its two sums; gate and up; queries, attention output, log-sum-exp; token ids; positions;
+    # the gradient of the normed output. Which rows went on costs as many integers as there are tokens, twice.
+    per_row = 3 * hidden_size + 2 * inner + 2 * query_size + heads + 1 + hidden_size + 4
+    num_tokens = 200
+    one_step = kept(num_tokens, 5) - kept(num_tokens, 4)
+    assert one_step <= per_row * num_tokens, (one_step / num_tokens, per_row)
+    assert kept(2 * num_tokens, 4) <= 2.1 * kept(num_tokens, 4)

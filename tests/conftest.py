@@ -4,6 +4,7 @@ The targets are written without transformers, so that a test which loads them wi
 """
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -56,6 +57,12 @@ MERGE_TEXT = [
     "<|im_start|>user\nWhat is the answer to the question? There are ten in the list, and the last one is this.",
     "<|im_start|>assistant\nThe answer is that there are ten of them.",
 ]
+
+
+def pytest_configure() -> None:
+    """Has Triton's kernels interpreted where there is no GPU; Triton reads this when it is imported."""
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 def tiny_weights(config: dict[str, Any], seed: int) -> dict[str, Tensor]:

@@ -12,15 +12,19 @@ import json
 import platform
 import subprocess
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from profiling import profile_step
 from rich.console import Console
 from rich.table import Table
 
 from eagle3.config import DataConfig, DraftConfig, ObjectiveConfig, RunConfig, TargetConfig, TrainConfig
+from eagle3.draft.attention import Documents, _context_backward, _context_forward
 from eagle3.draft.draft_vocab import DraftVocab
 from eagle3.draft.initial import init_drafter
 from eagle3.draft.model import DrafterConfig, Eagle3Drafter
@@ -69,6 +73,7 @@ class Work:
     shape: Shape
     document_lengths: tuple[int, ...]  # of one micro-batch, which is one optimizer step
     prompt_share: float = 0.0  # of each document, unsupervised
+    accepted_share: float | None = None  # rejected chains leave; a seeded mask says which, this share of rows goes on
 
 
 def corpus_lengths(num_tokens: int, mean: int, seed: int) -> tuple[int, ...]:
@@ -86,10 +91,12 @@ WORKS = {
     "d4096-2x8192": Work(D4096, (8192,) * 2),
     "d4096-1x16384": Work(D4096, (16384,)),
     "d4096-corpus": Work(D4096, corpus_lengths(32768, 700, seed=0), prompt_share=0.5),
+    "d4096-corpus-70-accepted": Work(D4096, corpus_lengths(32768, 700, seed=0), prompt_share=0.5, accepted_share=0.7),
     "d7168-2x8192": Work(D7168, (8192,) * 2),
     "d7168-1x32768": Work(D7168, (32768,)),
     "d576-corpus": Work(D576, corpus_lengths(32768, 700, seed=0), prompt_share=0.5),
     "tiny": Work(Shape(64, 128, 4, 2, 16, 256, 512), (32, 48), prompt_share=0.5),
+    "tiny-70-accepted": Work(Shape(64, 128, 4, 2, 16, 256, 512), (32, 48), prompt_share=0.5, accepted_share=0.7),
 }
 
 
@@ -106,10 +113,10 @@ def random_pack(work: Work, device: torch.device, dtype: torch.dtype, generator:
     return PackedSequences(
         input_ids=torch.randint(shape.vocab_size, (num_tokens,), device=device, generator=generator),
         positions=positions.to(device),
-        loss_mask=mask.to(device),
+        loss_mask=mask,
         document_lengths=lengths,
         aux_hidden_states=states(num_tokens, 3 * shape.hidden_size),
-        target_rows=target_rows.to(device),
+        target_rows=target_rows,
         last_hidden_states=states(target_rows.numel(), shape.hidden_size),
         # What a store keeps; of random states and heads it is near log V + D * 0.02**2 / 2.
         target_logz=torch.full((target_rows.numel(),), 12.0, device=device),
@@ -123,7 +130,7 @@ def make_engine(work: Work, dtype: torch.dtype) -> Engine:
         target=TargetConfig(path="random"),
         data=DataConfig(path="random"),
         draft=DraftConfig(draft_vocab_size=shape.draft_vocab_size),
-        objective=ObjectiveConfig(ttt_steps=TTT_STEPS),
+        objective=ObjectiveConfig(ttt_steps=TTT_STEPS, drop_rejected=work.accepted_share is not None),
         run=RunConfig(mixed_precision="bf16" if dtype == torch.bfloat16 else "no"),
     )
     accelerator, world = start(config)
@@ -168,13 +175,13 @@ def measure(name: str, work: Work, num_steps: int, trace: Path | None) -> dict[s
     generator = torch.Generator(device).manual_seed(1)
     packed = random_pack(work, device, dtype, generator)
     num_tokens = packed.input_ids.numel()
-    num_counted = [rows.numel() for rows in packed.counted(TTT_STEPS)]
+    num_supervised = packed.counted(1)[0].numel()
     batch = StepBatch(
         packs=[packed],
         has_filler=False,
         sample_ids=[list(packed.sample_ids)],
         num_tokens=num_tokens,
-        num_supervised=num_counted[0],
+        num_supervised=num_supervised,
         next_position=Position(),
     )
 
@@ -187,18 +194,19 @@ def measure(name: str, work: Work, num_steps: int, trace: Path | None) -> dict[s
     synchronize()
     first_seconds = time.perf_counter() - started
     for _ in range(2):
-        take_step(engine, batch, learning_rate=1e-5)
+        result = take_step(engine, batch, learning_rate=1e-5)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     seconds = []
     for _ in range(num_steps):
         synchronize()
         started = time.perf_counter()
-        take_step(engine, batch, learning_rate=1e-5)
+        result = take_step(engine, batch, learning_rate=1e-5)
         synchronize()
         seconds.append(time.perf_counter() - started)
+    peak_gib = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
     if trace is not None:
-        profile_step(engine, batch, trace / f"{name}.txt")
+        profile_step(lambda: take_step(engine, batch, learning_rate=1e-5), device, trace, name)
     median = sorted(seconds)[len(seconds) // 2]
     flops = sum(length * work.shape.flops_per_token(length) for length in work.document_lengths)
     all_active = work.prompt_share == 0
@@ -206,42 +214,69 @@ def measure(name: str, work: Work, num_steps: int, trace: Path | None) -> dict[s
         "work": name,
         "tokens": num_tokens,
         "documents": len(work.document_lengths),
-        "rows_per_step": num_counted,
+        "rows_per_step": [int(count) for count in result.sums.num_counted],
         "ms_per_step": median * 1e3,
         "ms_spread": [min(seconds) * 1e3, max(seconds) * 1e3],
         "tokens_per_second": num_tokens / median,
-        "supervised_rows_per_second": num_counted[0] / median,
+        "supervised_rows_per_second": num_supervised / median,
         "share_of_limit": flops / median / LIMIT_FLOPS if all_active and device.type == "cuda" else None,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
+        "attention_share_of_limit": attention_share(work, packed) if device.type == "cuda" else None,
+        "peak_gib": peak_gib,
         "first_step_seconds": first_seconds,
         "shape": dataclasses.asdict(work.shape),
     }
 
 
-def profile_step(engine: Engine, batch: StepBatch, path: Path) -> None:
-    """Writes a table of where one step's time goes."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    key = "self_cpu_time_total"
-    if engine.world.device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-        key = "self_device_time_total"
-    with torch.profiler.profile(activities=activities) as profile:
-        take_step(engine, batch, learning_rate=1e-5)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(profile.key_averages().table(sort_by=key, row_limit=40, max_name_column_width=90))
+def imposed_mask(accepted_share: float) -> AbstractContextManager[Any]:
+    """Has a seeded mask say which rows are right: random drafters never are."""
+    generators: dict[str, torch.Generator] = {}
+
+    def is_right(number: int, chosen: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
+        device = str(chosen.device)
+        generator = generators.setdefault(device, torch.Generator(chosen.device)).manual_seed(number)
+        return torch.rand(chosen.shape, device=chosen.device, generator=generator) < accepted_share
+
+    return mock.patch("eagle3.draft.objective._is_right", is_right)
+
+
+def attention_share(work: Work, packed: PackedSequences) -> float:
+    """Returns the share of the limit at which the context's attention runs alone, forward and backward."""
+    shape = work.shape
+    device, num_tokens = packed.input_ids.device, packed.input_ids.numel()
+    documents = Documents.of(work.document_lengths, device)
+    query, grad = torch.randn(2, num_tokens, shape.num_heads, shape.head_dim, device=device).bfloat16()
+    context = torch.randn(num_tokens, 2 * shape.num_kv_heads, shape.head_dim, device=device).bfloat16()
+    keys, values = context.chunk(2, dim=1)
+
+    def run() -> None:
+        output, lse = _context_forward(query, keys, values, documents)
+        _context_backward(grad, query, output, lse, keys, values, documents)
+
+    run()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(5):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    query_size = shape.num_heads * shape.head_dim
+    flops = sum(7 * length**2 * query_size for length in work.document_lengths)  # causal, forward and backward
+    return flops / (start.elapsed_time(end) / 5e3) / LIMIT_FLOPS
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--work", nargs="+", choices=WORKS, default=[name for name in WORKS if name != "tiny"])
+    parser.add_argument("--work", nargs="+", choices=WORKS, default=[name for name in WORKS if "tiny" not in name])
     parser.add_argument("--steps", type=int, default=7, help="timed optimizer steps")
     parser.add_argument("--out", type=Path, help="also write the figures as JSON")
     parser.add_argument("--profile", type=Path, metavar="DIR", help="also write where a step's time goes")
     arguments = parser.parse_args()
     rows = []
     for name in arguments.work:
+        share = WORKS[name].accepted_share
         try:
-            rows.append(measure(name, WORKS[name], arguments.steps, arguments.profile))
+            with nullcontext() if share is None else imposed_mask(share):
+                rows.append(measure(name, WORKS[name], arguments.steps, arguments.profile))
         except torch.OutOfMemoryError as error:
             rows.append({"work": name, "out_of_memory": str(error)})
         if torch.cuda.is_available():
@@ -262,12 +297,16 @@ def main() -> None:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    table = Table("work", "tokens", "ms/step", "tokens/s", "share of limit", "peak GiB", "first step s")
+    table = Table(
+        "work", "tokens", "ms/step", "tokens/s", "share of limit", "attention alone", "peak GiB", "first step s"
+    )
     for row in rows:
         if "out_of_memory" in row:
             table.add_row(row["work"], "out of memory")
             continue
-        share = "-" if row["share_of_limit"] is None else f"{row['share_of_limit']:.1%}"
+        share, attention = (
+            "-" if row[key] is None else f"{row[key]:.1%}" for key in ("share_of_limit", "attention_share_of_limit")
+        )
         peak = "-" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
         table.add_row(
             row["work"],
@@ -275,6 +314,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"{row['ms_per_step']:.1f}",
             f"{row['tokens_per_second']:,.0f}",
             share,
+            attention,
             peak,
             f"{row['first_step_seconds']:.1f}",
         )

@@ -130,8 +130,25 @@ def test_class_that_keeps_its_layers_elsewhere_is_refused() -> None:
 @pytest.mark.parametrize("text", ["", "3,1", "2,2", "0,8", "a,b", "1, 2", "-1,2"])
 def test_boundaries_outside_the_model_are_refused(text: str) -> None:
     with pytest.raises(CaptureError, match=rf"boundaries that increase within 0\.\.7.*got {re.escape(repr(text))}"):
-        parse_boundaries(text, NUM_LAYERS)
-    assert parse_boundaries("0,3,7", NUM_LAYERS) == [0, 3, 7]
+        parse_boundaries(text, lowest=0, num_layers=NUM_LAYERS)
+    assert parse_boundaries("0,3,7", lowest=0, num_layers=NUM_LAYERS) == [0, 3, 7]
+
+
+@pytest.mark.parametrize(("version", "is_captured"), [("0.5.21", False), ("0.5.12.post1", False), ("0.5.22", True)])
+def test_embedding_is_captured_where_the_engine_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, is_captured: bool
+) -> None:
+    settings = replace(SETTINGS, version=version, attention_rank=1)
+    monkeypatch.setattr("eagle3.capture.plugin.engine_settings", lambda server_args: settings)
+    runner = SimpleNamespace(is_draft_worker=False, server_args=None, model=AddsOne())
+    if is_captured:
+        Recorder(tmp_path, "0,2").after_load_model(None, runner)
+        assert runner.model.model.layers_to_capture == [0, 2]
+        return
+    with pytest.raises(
+        CaptureError, match=r"within 1\.\.7.*got '0,2'.*boundary 0, the embedding, not before SGLang 0\.5\.22"
+    ):
+        Recorder(tmp_path, "0,2").after_load_model(None, runner)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,8 @@ LOAD_MODEL = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 LOGITS_FORWARD = "sglang.srt.layers.logits_processor.LogitsProcessor.forward"
 # In the others a row is a token that was generated, drafted or made up.
 PREFILL_MODES = {"EXTEND", "MIXED", "SPLIT_PREFILL"}
+# Before it, Llama's class fails at the first forward: there is no residual yet before layer 0.
+BOUNDARY_0_VERSION = (0, 5, 22)
 
 
 class CaptureError(RuntimeError):
@@ -91,7 +93,8 @@ class Recorder:
         engine = engine_settings(model_runner.server_args)
         check_engine(engine)
         model = capturing_model(model_runner.model)
-        boundaries = parse_boundaries(self._layers, num_layers=len(model.model.layers))
+        lowest = 0 if version_numbers(engine.version) >= BOUNDARY_0_VERSION else 1
+        boundaries = parse_boundaries(self._layers, lowest=lowest, num_layers=len(model.model.layers))
         capture_boundaries(model, boundaries)
         logger.info(
             "eagle3 records what enters layers %s of %s into %s (attention rank %d of %d, %s)",
@@ -252,18 +255,26 @@ def capturing_model(model: Any) -> Any:
     return candidate
 
 
-def parse_boundaries(text: str, num_layers: int) -> list[int]:
+def version_numbers(version: str) -> tuple[int, ...]:
+    """Returns (0, 5, 12) of `0.5.12.post1`."""
+    numbers = re.match(r"[0-9]+(\.[0-9]+)*", version)
+    assert numbers is not None, version
+    return tuple(int(number) for number in numbers[0].split("."))
+
+
+def parse_boundaries(text: str, *, lowest: int, num_layers: int) -> list[int]:
     """Reads boundaries such as `3,31,59`.
 
     Raises:
-        CaptureError: they are not increasing numbers within 0..num_layers-1.
+        CaptureError: they are not increasing numbers within lowest..num_layers-1.
     """
     boundaries = [int(number) for number in text.split(",")] if re.fullmatch(r"[0-9]+(,[0-9]+)*", text) else []
     increasing = all(low < high for low, high in itertools.pairwise(boundaries))
-    if not boundaries or not increasing or boundaries[-1] >= num_layers:
+    if not boundaries or not increasing or boundaries[0] < lowest or boundaries[-1] >= num_layers:
         raise CaptureError(
-            f"{LAYERS_VARIABLE} must be boundaries that increase within 0..{num_layers - 1}, such as 3,31,59, "
-            f"got {text!r}; boundary {num_layers}, the last layer's output, cannot be captured"
+            f"{LAYERS_VARIABLE} must be boundaries that increase within {lowest}..{num_layers - 1}, such as 3,31,59, "
+            f"got {text!r}; boundary {num_layers}, the last layer's output, cannot be captured, and boundary 0, the "
+            f"embedding, not before SGLang {'.'.join(map(str, BOUNDARY_0_VERSION))}"
         )
     return boundaries
 

@@ -294,7 +294,7 @@ def test_head_gradient_is_that_of_finite_differences(
     weights = DECAY ** torch.arange(STEPS, dtype=torch.float64)
 
     def loss(weight: Tensor, *normed: Tensor) -> Tensor:
-        head = HeadSums(weight, weights, with_gradient=True)
+        head = HeadSums(weight, weights, weight.dtype, with_gradient=True)
         scored = [
             pack_targets.scored(k, replace(step, normed=own))
             for k, (step, own) in enumerate(zip(steps, normed, strict=True))

@@ -72,16 +72,23 @@ def chunks(num_targets: int, indices: list[Tensor], draft_vocab_size: int, devic
 class HeadSums:
     """Adds up the scores of rows, draft steps apart, and their gradient."""
 
-    def __init__(self, weight: Tensor, step_weights: Tensor, *, with_gradient: bool) -> None:
-        """Takes the draft head's weight (W, D) and what each draft step weighs in the loss, (K,) fp64."""
+    def __init__(
+        self,
+        weight: Tensor,  # (W, D) of the draft head
+        step_weights: Tensor,  # (K,) fp64: what each draft step weighs in the loss
+        dtype: torch.dtype,  # of the head's products
+        *,
+        with_gradient: bool,
+    ) -> None:
         num_steps = step_weights.numel()
         self._weight = weight
+        self._draft_head = weight.detach().to(dtype)
         self._step_weights = step_weights
         self._grad_weight = torch.zeros_like(weight, dtype=_wide_dtype(weight.dtype)) if with_gradient else None
         self._normed: list[Tensor] = []
         self._grad_normed: list[Tensor] = []
+        # (3, K): cross-entropy, rows whose choice is the recorded token, acceptance (1 - TV against all of V)
         self.sums = torch.zeros(3, num_steps, dtype=torch.float64, device=weight.device)
-        """(3, K): cross-entropy, rows whose choice is the recorded token, acceptance (1 - TV against all of V)."""
 
     @torch.no_grad()
     def score(self, targets: Targets, steps: list[ScoredRows], chunks: list[Chunk]) -> Iterator[Tensor]:
@@ -90,7 +97,6 @@ class HeadSums:
         Yields the choice of each row of a chunk, a draft token, step after step. What the caller does with it is done
         on the device before the chunk's gradients are.
         """
-        draft_head = self._weight.to(targets.head.dtype)
         columns = slice(steps[0].step, steps[-1].step + 1)
         grads = [] if self._grad_weight is None else [torch.empty_like(step.normed) for step in steps]
         self._normed += [step.normed for step in steps]
@@ -98,18 +104,19 @@ class HeadSums:
         for chunk in chunks:
             parts = list(zip(steps, chunk.rows, strict=True))
             sizes = [rows.stop - rows.start for rows in chunk.rows]
-            hidden = torch.cat([step.normed[rows] for step, rows in parts]).to(draft_head.dtype)  # (N, D)
+            hidden = torch.cat([step.normed[rows] for step, rows in parts]).to(self._draft_head.dtype)  # (N, D)
             at = torch.cat([step.index[rows] for step, rows in parts]) - chunk.start  # (N,)
             recorded = torch.cat([step.recorded[rows] for step, rows in parts])
-            step_weights = self._step_weights[columns].to(torch.float32)
-            row_weights = torch.cat([weight.expand(size) for weight, size in zip(step_weights, sizes, strict=True)])
-            target_logits = targets.last[chunk.start : chunk.end].to(draft_head.dtype) @ targets.head.T  # (n, W)
+            target_logits = targets.last[chunk.start : chunk.end].to(self._draft_head.dtype) @ targets.head.T  # (n, W)
             target_lse = _log_sum_exp(target_logits)  # (n,)
             share = (target_lse - targets.logz[chunk.start : chunk.end]).exp()  # (n,) of the target's whole mass
             # What the target distribution sums to.
             mass = torch.ones_like(share)[at] if targets.renormalise else share[at]  # (N,)
-            grad_scale = None if self._grad_weight is None else mass * row_weights
-            scores = _score_rows(hidden @ draft_head.T, target_logits, target_lse, share, at, grad_scale)
+            grad_scale = None
+            if self._grad_weight is not None:
+                step_weights = zip(self._step_weights[columns].to(mass), sizes, strict=True)
+                grad_scale = mass * torch.cat([weight.expand(size) for weight, size in step_weights])
+            scores = _score_rows(hidden @ self._draft_head.T, target_logits, target_lse, share, at, grad_scale)
             right = (targets.token_ids[scores.choice] == recorded).to(mass)
             rows_of = torch.stack([scores.cross_entropy * mass, right, scores.acceptance])  # (3, N)
             self.sums[:, columns] += torch.stack(
@@ -118,7 +125,7 @@ class HeadSums:
             yield scores.choice
             if self._grad_weight is not None:
                 _add_product(self._grad_weight, scores.grad_logits.T, hidden)
-                grad_hidden = (scores.grad_logits @ draft_head).split(sizes)
+                grad_hidden = (scores.grad_logits @ self._draft_head).split(sizes)
                 for grad, rows, part in zip(grads, chunk.rows, grad_hidden, strict=True):
                     grad[rows] = part.to(grad.dtype)
 

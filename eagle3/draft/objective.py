@@ -57,7 +57,10 @@ def ttt_sums(
         step_weights = ttt_decay ** torch.arange(ttt_steps, dtype=torch.float64)
     # What lies on the CPU is copied now, before there is work that the copy would wait for.
     head = HeadSums(
-        drafter.lm_head.weight, step_weights.to(device, torch.float64), with_gradient=torch.is_grad_enabled()
+        drafter.lm_head.weight,
+        step_weights.to(device, torch.float64),
+        drafter.compute_dtype(),
+        with_gradient=torch.is_grad_enabled(),
     )
     pack_targets = _pack_targets(drafter, target, packed, renormalise)
     if drop_rejected:

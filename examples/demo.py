@@ -34,7 +34,9 @@ def main() -> None:
     DEMO.mkdir(parents=True, exist_ok=True)
     target = f"target.path={model}"
     extract = ["extract.py", "--prompts", "examples/prompts.jsonl", "--config", "configs/extract/demo.yaml", target]
-    launch = ["-m", "accelerate.commands.accelerate_cli", "launch"]
+    # accelerate gives a process one thread unless it is told otherwise.
+    threads = ["--num_cpu_threads_per_process", str(psutil.cpu_count(logical=False) or 1)]
+    launch = ["-m", "accelerate.commands.accelerate_cli", "launch", *threads]
     train = ["train.py", "--config", "configs/train/demo.yaml", target, f"run.dir={DEMO / 'train'}", "run.resume=auto"]
     evaluate = ["evaluate.py", "--config", "configs/evaluate/demo.yaml", target]
     stages = {"extract": extract, "train": [*launch, *train], "evaluate": evaluate}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from eagle3.capture.loops import first_occurrence_end
+from eagle3.prompts.loops import first_occurrence_end
 
 TEXT = list(range(100, 160))
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from eagle3.capture.loops import first_occurrence_end
 from eagle3.config import RegenerateConfig
+from eagle3.prompts.loops import first_occurrence_end
 
 LOOP_CHECK_EVERY = 16  # tokens of one answer; a check takes as long as a few tokens' bookkeeping
 COMPACT_SHARE = 0.25  # of the slots idle, at the end, before the cache is copied without them

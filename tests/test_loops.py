@@ -2,7 +2,7 @@
 
 import pytest
 
-from eagle3.prompts.loops import first_occurrence_end
+from eagle3.prompts.loops import first_occurrence_end, is_looping
 
 TEXT = list(range(100, 160))
 
@@ -50,3 +50,12 @@ def test_a_loop_that_goes_on_is_cut_at_the_same_place() -> None:
 def test_no_loop_is_seen_where_there_is_none(ids: list[int]) -> None:
     assert first_occurrence_end(ids) is None
     assert not ids or brute_force(ids) is None
+
+
+def test_an_answer_loops_where_there_is_something_to_cut() -> None:
+    phrase = [4, 5, 6, 7, 8, 9, 10, 11]
+    assert is_looping([*TEXT, *phrase * 5, 4, 5, 6])  # cut by the limit inside a repetition
+    assert not is_looping([*phrase * 5, 2])  # it found its way out and ended
+    paragraph = list(range(200))
+    assert is_looping([*TEXT, *paragraph * 2])
+    assert not is_looping([*TEXT, *paragraph])

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from eagle3.draft.acceptance import AnswerRounds
-from eagle3.evaluation.report import Measured, Report, Speed, Stopwatch, is_looping, measure, progress_bar
+from eagle3.evaluation.report import Measured, Report, Speed, Stopwatch, measure, progress_bar
 from eagle3.evaluation.served import ServerFacts
 
 ROUNDS = [
@@ -40,25 +40,6 @@ def test_looping_answers_are_left_out_of_the_second_figure() -> None:
 
 def test_no_second_figure_where_every_answer_with_rounds_loops() -> None:
     assert measure(ROUNDS, [True, True, False], seed=0).without_loops is None
-
-
-@pytest.mark.parametrize(
-    ("token_ids", "looping"),
-    [
-        (list(range(60)), False),
-        ([1, 2, 3, *([7] * 24)], True),
-        ([1, 2, 3, *([7] * 23)], False),  # the zeros of a long number
-        ([*range(10), *([4, 5, 6, 7, 8, 9, 10, 11] * 3)], True),
-        ([*range(10), *([4, 5, 6, 7, 8, 9, 10, 11] * 2)], False),
-        ([*range(10), *([4, 5, 6, 7, 8, 9, 10, 11] * 5), 4, 5, 6], True),  # cut by the limit inside a repetition
-        ([*([4, 5, 6, 7, 8, 9, 10, 11] * 5), 2], False),  # got out of it and ended
-        (list(range(32)) * 3, True),
-        (list(range(33)) * 3, False),  # paragraphs may repeat a phrase
-        ([], False),
-    ],
-)
-def test_an_answer_loops_if_its_tail_repeats(token_ids: list[int], looping: bool) -> None:
-    assert is_looping(token_ids) == looping
 
 
 def test_table_and_json_agree() -> None:

@@ -12,10 +12,11 @@ from eagle3.draft.initial import init_drafter
 from eagle3.draft.model import Eagle3Drafter
 from eagle3.draft.target_weights import load_target_config, load_target_weights
 from eagle3.evaluation.decoder import Answer, decode
-from eagle3.evaluation.report import Measured, Report, Speed, Stopwatch, is_looping, measure, progress_bar
+from eagle3.evaluation.report import Measured, Report, Speed, Stopwatch, measure, progress_bar
 from eagle3.evaluation.simulate import open_store, simulate, simulate_store
 from eagle3.evaluation.target import LocalTarget, load_local_target
 from eagle3.evaluation.turns import AnsweredTurn, ask_all, select_conversations
+from eagle3.prompts.loops import is_looping
 from eagle3.prompts.rendering import load_tokenizer
 
 

@@ -27,11 +27,6 @@ from rich.text import Text
 from eagle3.draft.acceptance import Acceptance, AnswerRounds, summarise
 from eagle3.evaluation.served import ServerFacts
 
-# A loop is a tail of whole repetitions; fewer or shorter ones are also found in lists, tables and code.
-LOOP_REPETITIONS = 3
-LOOP_MAX_PERIOD = 32  # tokens
-LOOP_MIN_TOKENS = 24  # in the repetitions together
-
 
 @dataclass(frozen=True)
 class Measured:
@@ -149,16 +144,6 @@ def measure(rounds: Sequence[AnswerRounds], looping: Sequence[bool], seed: int) 
     steady = [answer for answer, loops in zip(rounds, looping, strict=True) if not loops]
     has_rounds = any(answer.rounds > 0 for answer in steady)
     return Measured(summarise(rounds, seed), summarise(steady, seed) if has_rounds else None)
-
-
-def is_looping(token_ids: Sequence[int]) -> bool:
-    """Tells whether an answer ends in repetitions of a short run of tokens."""
-    for period in range(1, LOOP_MAX_PERIOD + 1):
-        repetitions = max(LOOP_REPETITIONS, -(-LOOP_MIN_TOKENS // period))
-        tail = list(token_ids[-period * repetitions :])
-        if len(tail) == period * repetitions and tail == tail[:period] * repetitions:
-            return True
-    return False
 
 
 class Stopwatch:

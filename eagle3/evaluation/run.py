@@ -14,10 +14,11 @@ from eagle3.config import EvaluateConfig, UserError, config_to_dict
 from eagle3.draft.export import load_drafter
 from eagle3.draft.target_weights import load_target_config, load_target_weights
 from eagle3.evaluation.local import evaluate_local
-from eagle3.evaluation.report import Measured, Report, Stopwatch, is_looping, measure, progress_bar
+from eagle3.evaluation.report import Measured, Report, Stopwatch, measure, progress_bar
 from eagle3.evaluation.served import ServedAnswer, ServerFacts, SGLangClient, findings, served_rounds
 from eagle3.evaluation.simulate import open_store, simulate_store
 from eagle3.evaluation.turns import ask_all, select_conversations
+from eagle3.prompts.loops import is_looping
 from eagle3.prompts.rendering import end_token_ids, load_tokenizer
 from eagle3.tracking import git_state, write_provenance
 

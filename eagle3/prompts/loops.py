@@ -13,6 +13,11 @@ LONG_PERIOD = 256
 LOOP_TOKENS = 24
 
 
+def is_looping(ids: Sequence[int]) -> bool:
+    """Tells whether an answer ends in a loop."""
+    return first_occurrence_end(ids) is not None
+
+
 def first_occurrence_end(ids: Sequence[int]) -> int | None:
     """Returns how many tokens stand before the repetitions at the end of `ids`, None if it does not end in a loop."""
     for period in range(1, min(LONG_PERIOD, len(ids) // 2) + 1):

@@ -20,10 +20,10 @@ from eagle3.capture.dispatch import Dispatcher, Job, JobError, SetAside
 from eagle3.capture.generation import Generation
 from eagle3.capture.inprocess import Captured
 from eagle3.capture.launch import ServerError
-from eagle3.capture.loops import first_occurrence_end
 from eagle3.capture.server import Server, ServerFacts
 from eagle3.capture.staging_area import SampleError, StagingArea
 from eagle3.config import RegenerateConfig, ServerConfig, UserError
+from eagle3.prompts.loops import first_occurrence_end
 
 PROBE_IDS = [0, 1, 2]
 FILE_SECONDS = 60  # between an answer and its sample, at most: the server's writer may be gigabytes behind

@@ -1,0 +1,75 @@
+"""Every figure in the README is the one in the JSON that it names."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+DEMO = "benchmarks/results/demo.json"
+TRAIN = "benchmarks/results/train.json"
+
+
+def readme() -> str:
+    return (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def demo_lines(result: dict[str, Any]) -> list[str]:
+    """Returns the README's lines that hold figures of the demo."""
+    rows = {
+        "untrained: the target's head and norm": "untrained",
+        "trained": "trained",
+        "trained, simulated on the same answers": "simulated",
+    }
+    lines = []
+    for title, name in rows.items():
+        all_answers = result[name]["all_answers"]
+        lines.append(
+            f"| {title} | {all_answers['tau']:.2f} | {all_answers['low']:.2f} to {all_answers['high']:.2f} "
+            f"| {all_answers['tau_without_prefill']:.2f} |"
+        )
+    lines.append(
+        f"Its stages took at most {result['peak_memory_bytes'] / 2**30:.1f} GiB; one stream decoded "
+        f"{result['tokens_per_second_plain']:.1f} tokens/s plain and"
+    )
+    lines.append(f"{result['tokens_per_second_speculative']:.1f} with the drafter.")
+    return lines
+
+
+def test_demo_figures_are_those_of_the_json() -> None:
+    result = json.loads((ROOT / DEMO).read_text(encoding="utf-8"))
+    text = readme()
+    assert DEMO in text
+    assert f"commit {result['commit'][:7]}" in text
+    for line in demo_lines(result):
+        assert line in text, f"README.md must have the line {line!r}"
+
+
+def train_lines(result: dict[str, Any]) -> list[str]:
+    """Returns the README's lines that hold figures of the training engine."""
+    lines = []
+    for row in result["rows"]:
+        share = "-" if row["share_of_limit"] is None else f"{row['share_of_limit']:.1%}".replace("%", " %")
+        lines.append(
+            f"| `{row['work']}` | {row['tokens']:,} | {row['ms_per_step']:.0f} | {row['tokens_per_second']:,.0f} "
+            f"| {share} | {row['peak_gib']:.1f} |"
+        )
+    return lines
+
+
+def test_training_figures_are_those_of_the_json() -> None:
+    result = json.loads((ROOT / TRAIN).read_text(encoding="utf-8"))
+    text = readme()
+    assert TRAIN in text
+    assert f"commit {result['commit'][:7]}" in text
+    for line in train_lines(result):
+        assert line in text, f"README.md must have the line {line!r}"
+
+
+def test_every_result_named_in_the_readme_exists_and_says_how_it_was_made() -> None:
+    named = set(re.findall(r"benchmarks/results/[\w.-]+\.json", readme()))
+    assert named
+    for name in named:
+        result = json.loads((ROOT / name).read_text(encoding="utf-8"))
+        missing = {"command", "date", "commit", "hardware", "versions"} - result.keys()
+        assert not missing, f"{name} must say {sorted(missing)}"

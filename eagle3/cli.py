@@ -22,13 +22,29 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None 
 
 
 def run_command(main: Callable[[], None]) -> None:
-    """Runs a command's main function; a user's mistake ends it with the message alone and exit code 2."""
+    """Runs a command's main function; what is not a fault of the program ends it with one message and no traceback.
+
+    Exit code 2 is a user's mistake, or a file that the system refuses; 1 a computation that left the finite numbers.
+    """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     try:
         main()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except OSError as error:
+        if error.filename is None:  # no file of the user's
+            raise
+        paths = " -> ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
+        print(
+            f"error: every file must be of the kind and with the rights that the run needs, got {error.strerror!r} "
+            f"({paths}); correct the path, or move away what is there",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    except FloatingPointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)

@@ -1,5 +1,9 @@
 """What every command shares."""
 
+import errno
+import re
+from pathlib import Path
+
 import pytest
 
 from eagle3.cli import command_parser, parse_arguments, run_command
@@ -30,3 +34,37 @@ def test_an_interrupt_ends_with_a_word(capsys: pytest.CaptureFixture[str]) -> No
         run_command(main)
     assert exit_info.value.code == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_file_that_the_system_refuses_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A directory in the way of a file, a file in the way of a directory."""
+    (tmp_path / "file").write_text("")
+    for action, said in (
+        (lambda: (tmp_path / "file" / "store").mkdir(), "'Not a directory'"),
+        (lambda: tmp_path.read_text(), "'Is a directory'"),
+    ):
+        with pytest.raises(SystemExit) as exit_info:
+            run_command(action)  # type: ignore[arg-type] # what it returns is of no interest
+        assert exit_info.value.code == 2
+        line = capsys.readouterr().err
+        assert re.fullmatch(
+            rf"error: every file must be of the kind .*, got {said} \({tmp_path}.*\); correct .*\n", line
+        )
+
+
+def test_an_error_of_the_system_without_a_file_keeps_its_traceback() -> None:
+    def main() -> None:
+        raise OSError(errno.EIO, "no file of the user's")
+
+    with pytest.raises(OSError, match="no file of the user's"):
+        run_command(main)
+
+
+def test_numbers_that_leave_the_finite_ones_end_with_their_message(capsys: pytest.CaptureFixture[str]) -> None:
+    def main() -> None:
+        raise FloatingPointError("the loss must be finite, got nan")
+
+    with pytest.raises(SystemExit) as exit_info:
+        run_command(main)
+    assert exit_info.value.code == 1
+    assert capsys.readouterr().err == "error: the loss must be finite, got nan\n"

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from eagle3.config import UserError
 from eagle3.features import shard as shard_module
 from eagle3.features import store as store_module
-from eagle3.features.index import rebuild_index
+from eagle3.features.index import rebuild_index, verify_store
 from eagle3.features.manifest import Manifest
 from eagle3.features.record import FeatureSample, is_held_out, supervised_rows
 from eagle3.features.store import FeatureStore, FeatureWriter, QuotaReached
@@ -454,9 +454,11 @@ def test_verify_names_the_sample_the_file_and_both_checksums(tmp_path: Path) -> 
 def test_verify_finds_a_sample_that_is_stored_twice(tmp_path: Path) -> None:
     write_store(tmp_path, range(2))
     shutil.copy(tmp_path / "shard-00000.safetensors", tmp_path / "shard-00001.safetensors")
-    problems = FeatureStore(tmp_path).verify()
+    problems = verify_store(tmp_path)
     assert len(problems) == 2
     assert all("must be stored once, got 'sample-" in problem for problem in problems)
+    with pytest.raises(UserError, match=r"stored once, got 'sample-0 .*' in shard-00000.* and shard-00001.*move the"):
+        FeatureStore(tmp_path)
 
 
 def test_a_header_without_samples_is_refused(tmp_path: Path) -> None:
@@ -473,6 +475,50 @@ def test_verify_compares_the_index_with_the_headers(tmp_path: Path) -> None:
     index.write_text(index.read_text().replace("sample-0", "sample-9"))
     (problem,) = FeatureStore(tmp_path).verify()
     assert "the index must list the samples of its shards, got others" in problem
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [('"offset": 0', '"offset": 3'), ('"offset": 0', '"offset": 99999999'), ('"num_tokens": ', '"num_tokens": -')],
+)
+def test_an_index_that_lies_is_refused_before_a_sample_is_read(tmp_path: Path, old: str, new: str) -> None:
+    write_store(tmp_path, range(2))
+    index = tmp_path / "index.jsonl"
+    index.write_text(index.read_text().replace(old, new, 1))
+    store = FeatureStore(tmp_path)
+    for read in (lambda: store[1], lambda: store.loss_mask(0), lambda: store.token_counts([0])):
+        with pytest.raises(UserError, match=r"index.jsonl must list the samples of its shards as they are, got others"):
+            read()
+    index.unlink()
+    assert_same(FeatureStore(tmp_path)[0], make_sample(0))
+
+
+@pytest.mark.parametrize(
+    "damage", [b"\xff\xfe\x00\n", b"null\n{}\n5\n", b'{"shard": 0, "num_bytes": 3, "samples": [{}]}\n']
+)
+def test_lines_that_are_no_index_are_read_from_the_shards(tmp_path: Path, damage: bytes) -> None:
+    write_store(tmp_path, range(2))
+    (tmp_path / "index.jsonl").write_bytes(damage)
+    assert_same(FeatureStore(tmp_path)[1], make_sample(1))
+
+
+def test_a_flipped_byte_is_noticed_when_its_sample_is_read(tmp_path: Path) -> None:
+    write_store(tmp_path, range(2))
+    shard = tmp_path / "shard-00000.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1  # in the loss mask of the last sample
+    shard.write_bytes(data)
+    store = FeatureStore(tmp_path)
+    assert_same(store[0], make_sample(0))
+    with pytest.raises(UserError, match=r"sample 'sample-1 .*' must have the checksum \w+, got \w+ \(.*shard-00000"):
+        store[1]
+
+
+def test_a_file_that_is_called_like_a_shard_is_named(tmp_path: Path) -> None:
+    write_store(tmp_path, range(2))
+    shutil.copy(tmp_path / "shard-00000.safetensors", tmp_path / "shard-00000 (copy).safetensors")
+    with pytest.raises(UserError, match=r"must be named shard-NNNNN.safetensors, got shard-00000 \(copy\)"):
+        FeatureStore(tmp_path)
 
 
 def test_a_missing_shard_is_reported_until_the_index_is_deleted(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ writing its line loses nothing.
 
 import json
 import os
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
@@ -24,6 +25,7 @@ from eagle3.features.shard import (
 )
 
 INDEX_NAME = "index.jsonl"  # one line per shard
+SHARD_PATTERN = re.compile(r"shard-\d{5,}\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ def load_index(store_path: Path) -> list[ShardRecord]:
     """Returns the shards of a store in order, from the index where it has them, else from their headers.
 
     Raises:
-        UserError: a shard is truncated, unreadable or missing.
+        UserError: a shard is truncated, unreadable, missing or misnamed.
     """
     indexed = {record.number: record for record in _read_lines(store_path)}
     records = []
@@ -139,20 +141,27 @@ def _open_private(path: Path, flags: int) -> TextIO:
 
 
 def _shard_files(store_path: Path) -> list[Path]:
-    return sorted(store_path.glob("shard-*.safetensors"), key=shard_number)
+    paths = list(store_path.glob("shard-*.safetensors"))
+    strangers = sorted(path.name for path in paths if not SHARD_PATTERN.fullmatch(path.name))
+    if strangers:
+        raise UserError(
+            f"shards must be named shard-NNNNN.safetensors, got {', '.join(strangers)} ({store_path}); "
+            f"move such files away"
+        )
+    return sorted(paths, key=shard_number)
 
 
 def _read_lines(store_path: Path) -> list[ShardRecord]:
     path = store_path / INDEX_NAME
     records = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
             values = json.loads(line)
-        except ValueError:
-            continue  # cut short by a kill: the shard's header has it
-        number = values["shard"]
-        entries = [IndexEntry(shard=number, **entry) for entry in values["samples"]]
-        records.append(ShardRecord(number, values["num_bytes"], entries))
+            number = values["shard"]
+            entries = [IndexEntry(shard=number, **entry) for entry in values["samples"]]
+            records.append(ShardRecord(number, values["num_bytes"], entries))
+        except (ValueError, TypeError, KeyError):
+            continue  # cut short by a kill, or damaged: the shard's header has it
     return records
 
 

@@ -108,7 +108,7 @@ def open_shard(path: Path) -> Any:
     """
     try:
         return safe_open(path, framework="pt")
-    except SafetensorError as error:
+    except (OSError, SafetensorError) as error:
         raise UserError(f"a shard must be a whole safetensors file, got {str(error)!r} ({path}); {REPAIR}") from error
 
 
@@ -118,7 +118,16 @@ def read_entries(path: Path) -> list[IndexEntry]:
     Raises:
         UserError: the file is truncated or holds no entries.
     """
-    metadata = open_shard(path).metadata() or {}
+    return entries_of(open_shard(path), path)
+
+
+def entries_of(shard: Any, path: Path) -> list[IndexEntry]:
+    """Returns the entries in the header of a mapped shard.
+
+    Raises:
+        UserError: it holds none.
+    """
+    metadata = shard.metadata() or {}
     try:
         return [IndexEntry(shard=shard_number(path), **values) for values in json.loads(metadata["samples"])]
     except (KeyError, TypeError, ValueError) as error:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from eagle3.config import UserError
 from eagle3.features.index import (
+    INDEX_NAME,
     ShardRecord,
     append_to_index,
     load_index,
@@ -29,9 +30,13 @@ from eagle3.features.manifest import MANIFEST_NAME, Manifest, check_same_capture
 from eagle3.features.record import FeatureSample, is_held_out
 from eagle3.features.shard import (
     HEADER_BYTES,
+    REPAIR,
+    IndexEntry,
+    entries_of,
     open_shard,
     read_rows,
     read_sample,
+    sample_checksum,
     sample_num_bytes,
     shard_path,
     write_shard,
@@ -163,15 +168,33 @@ class FeatureStore:
         """
         self.path = path
         self.manifest = read_manifest(path)
-        self.entries = [entry for record in load_index(path) for entry in record.entries]
+        self._records = {record.number: record for record in load_index(path)}
+        self.entries = [entry for record in self._records.values() for entry in record.entries]
         self._mapped: dict[int, Any] = {}  # by shard number
+        self._checked: set[int] = set()  # samples whose checksum was right
+        _check_ids(self.entries, path)
 
     def __len__(self) -> int:
         return len(self.entries)
 
     def __getitem__(self, index: int) -> FeatureSample:
+        """Reads a sample; the first time, its checksum too.
+
+        Raises:
+            UserError: the sample is not what was written.
+        """
         entry = self.entries[index]
-        return read_sample(self._shard(entry.shard), entry)
+        sample = read_sample(self._shard(entry.shard), entry)
+        if index not in self._checked:
+            checksum = sample_checksum(sample)
+            if checksum != entry.checksum:
+                path = shard_path(self.path, entry.shard)
+                raise UserError(
+                    f"sample {entry.sample_id!r} must have the checksum {entry.checksum}, got {checksum} ({path}); "
+                    f"{REPAIR}"
+                )
+            self._checked.add(index)
+        return sample
 
     @property
     def num_tokens(self) -> int:
@@ -204,8 +227,27 @@ class FeatureStore:
 
     def _shard(self, number: int) -> Any:
         if number not in self._mapped:
-            self._mapped[number] = open_shard(shard_path(self.path, number))
+            path = shard_path(self.path, number)
+            shard = open_shard(path)
+            if entries_of(shard, path) != self._records[number].entries:
+                raise UserError(
+                    f"{INDEX_NAME} must list the samples of its shards as they are, got others ({path}); "
+                    f"delete {INDEX_NAME}: it is made again from the shards"
+                )
+            self._mapped[number] = shard
         return self._mapped[number]
+
+
+def _check_ids(entries: list[IndexEntry], path: Path) -> None:
+    shards: dict[str, int] = {}
+    for entry in entries:
+        first = shards.setdefault(entry.sample_id, entry.shard)
+        if first != entry.shard:
+            names = f"{shard_path(path, first).name} and {shard_path(path, entry.shard).name}"
+            raise UserError(
+                f"a sample must be stored once, got {entry.sample_id!r} in {names} ({path}); "
+                f"move the shard that is a copy away, and delete {INDEX_NAME}"
+            )
 
 
 def _lock(path: Path) -> TextIO:

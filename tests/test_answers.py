@@ -3,8 +3,11 @@
 import stat
 from pathlib import Path
 
+import pytest
+
 from eagle3.capture.answers import AnswerLog
 from eagle3.capture.regenerate import Answered
+from eagle3.config import UserError
 from eagle3.prompts.conversations import BadRow, Conversation
 
 CONVERSATIONS = [
@@ -48,3 +51,20 @@ def test_a_later_answer_replaces_an_earlier_one(tmp_path: Path) -> None:
     log.append(CONVERSATIONS[:1], [Answered(CONVERSATIONS[0].id, [9], [(0, 1)])])
     log.append(CONVERSATIONS[:1], RESULTS[:1])
     assert log.read(CONVERSATIONS[0]) == AnswerLog(tmp_path).read(CONVERSATIONS[0]) == RESULTS[0]
+
+
+@pytest.mark.parametrize("damage", [b"\0" * 50, b"5", b"{}", b"{"])
+def test_a_damaged_line_is_named(tmp_path: Path, damage: bytes) -> None:
+    (tmp_path / "answers.jsonl").write_bytes(damage + b"\n")
+    with pytest.raises(UserError, match=r"must be an answer as it was written, got .* at byte 0 \(.*answers.jsonl\)"):
+        AnswerLog(tmp_path)
+
+
+def test_an_answer_without_its_fields_is_named(tmp_path: Path) -> None:
+    log = AnswerLog(tmp_path)
+    log.append(CONVERSATIONS, RESULTS)
+    log.close()
+    path = tmp_path / "answers.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"spans"', b'"spanz"'))
+    with pytest.raises(UserError, match=r"got KeyError\('spans'\) at byte 0 .*delete it: what is not stored yet is"):
+        AnswerLog(tmp_path).read(CONVERSATIONS[0])

@@ -295,6 +295,19 @@ def poison(monkeypatch: pytest.MonkeyPatch, sample_ids: set[str]) -> None:
     monkeypatch.setattr(pipeline, "find_fault", find_fault)
 
 
+def test_a_quarantine_line_that_a_kill_cut_short_is_written_again(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, {"row-4"})
+    config = make_config(tiny_target, tmp_path, max_quarantined_share=0.1)
+    run_extraction(config)
+    path = tmp_path / "store" / "quarantine.jsonl"
+    path.write_bytes(path.read_bytes()[:30])
+    for _ in range(3):  # the first line to come joins the one that was cut short, the second one is whole
+        assert run_extraction(config).num_quarantined == 1
+    assert json.loads(path.read_text().splitlines()[-1])["sample_id"] == "row-4"
+
+
 def test_samples_that_are_not_finite_are_set_aside_once(
     tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

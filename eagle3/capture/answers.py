@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from eagle3.capture.regenerate import Answered
+from eagle3.config import UserError
 from eagle3.prompts.conversations import BadRow, Conversation
 
 ANSWERS_NAME = "answers.jsonl"
@@ -20,15 +21,23 @@ class AnswerLog:
     """One line per answered conversation; owns the file."""
 
     def __init__(self, path: Path) -> None:
-        """Opens the log of a store's directory; a line that a kill cut short goes."""
-        self._file = os.fdopen(os.open(path / ANSWERS_NAME, os.O_CREAT | os.O_RDWR, 0o600), "r+b")
+        """Opens the log of a store's directory; a line that a kill cut short goes.
+
+        Raises:
+            UserError: another line is damaged.
+        """
+        self._path = path / ANSWERS_NAME
+        self._file = os.fdopen(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600), "r+b")
         self._offsets: dict[str, int] = {}  # of the lines: token ids of a long run do not stay in memory
         offset = 0
         for line in self._file:
             if not line.endswith(b"\n"):
                 self._file.truncate(offset)
                 break
-            self._offsets[json.loads(line)["sample_id"]] = offset
+            try:
+                self._offsets[json.loads(line)["sample_id"]] = offset
+            except (ValueError, TypeError, KeyError) as error:
+                raise self._damaged(offset, error) from error
             offset += len(line)
 
     def __contains__(self, sample_id: str) -> bool:
@@ -40,7 +49,10 @@ class AnswerLog:
         values = json.loads(self._file.readline())
         if "reason" in values:
             return BadRow(conversation.line, values["reason"])
-        return Answered(**{**values, "spans": [tuple(span) for span in values["spans"]]})
+        try:
+            return Answered(**{**values, "spans": [tuple(span) for span in values["spans"]]})
+        except (TypeError, KeyError) as error:
+            raise self._damaged(self._offsets[conversation.id], error) from error
 
     def append(self, conversations: Sequence[Conversation], results: Sequence[Answered | BadRow]) -> None:
         """Adds a chunk, down to the disk."""
@@ -53,6 +65,12 @@ class AnswerLog:
             offset += len(line)
         self._file.flush()
         os.fsync(self._file.fileno())
+
+    def _damaged(self, offset: int, error: Exception) -> UserError:
+        return UserError(
+            f"every line of {ANSWERS_NAME} must be an answer as it was written, got {error!r} at byte {offset} "
+            f"({self._path}); restore it from a copy, or delete it: what is not stored yet is answered again"
+        )
 
     def close(self) -> None:
         """Closes the file."""

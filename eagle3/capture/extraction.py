@@ -5,6 +5,7 @@ What is stored, logged or set aside is not done again, so the same command goes 
 
 import json
 import logging
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -112,7 +113,7 @@ def check_settings(config: ExtractConfig) -> None:
         "batch_tokens": config.batch_tokens,
     }
     problems = [f"  {name} must be at least 1, got {value}" for name, value in at_least_one.items() if value < 1]
-    if not regenerate.temperature >= 0:
+    if not 0 <= regenerate.temperature < math.inf:
         problems.append(f"  regenerate.temperature must be 0 or more, got {regenerate.temperature}")
     if not 0 < regenerate.top_p <= 1:
         problems.append(f"  regenerate.top_p must be above 0 and at most 1, got {regenerate.top_p}")
@@ -189,8 +190,13 @@ def _shard_bytes(store_path: Path) -> int:
 
 def _quarantined(store_path: Path) -> set[str]:
     path = store_path / QUARANTINE_NAME
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return {json.loads(line)["sample_id"] for line in lines}
+    found = set()
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        try:
+            found.add(str(json.loads(line)["sample_id"]))
+        except (ValueError, TypeError, KeyError):
+            continue  # cut short by a kill: the sample is looked at again
+    return found
 
 
 def _write_rejected(store_path: Path, rows: Sequence[BadRow | TooLong]) -> None:

@@ -70,7 +70,11 @@ def run_dir_to_resume(config: RunConfig) -> Path | None:
 
 
 def write_provenance(run_dir: Path, facts: Mapping[str, Any]) -> None:
-    """Adds a session to run.json: `facts` of the run, with command line, commit, versions and hardware."""
+    """Adds a session to run.json: `facts` of the run, with command line, commit, versions and hardware.
+
+    Raises:
+        UserError: run.json is there already, and is none.
+    """
     path = run_dir / PROVENANCE_NAME
     session = {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -80,11 +84,25 @@ def write_provenance(run_dir: Path, facts: Mapping[str, Any]) -> None:
         "hardware": _hardware(),
         **facts,
     }
-    record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"sessions": []}
+    record = _read_provenance(path)
     record["sessions"].append(session)
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     os.replace(temporary, path)
+
+
+def _read_provenance(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {"sessions": []}
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(record["sessions"], list):
+            return dict(record)
+    except (ValueError, TypeError, KeyError):
+        pass
+    raise UserError(
+        f"{PROVENANCE_NAME} must be JSON with a list of sessions, got something else ({path}); move it away"
+    )
 
 
 def git_state() -> dict[str, Any]:

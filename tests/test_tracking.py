@@ -54,6 +54,16 @@ def test_provenance_says_what_ran_where(tmp_path: Path) -> None:
     assert second["from_step"] == 5
 
 
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"sessions": 5}'])
+def test_another_run_json_is_named_and_left_alone(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(
+        UserError, match=r"run.json must be JSON with a list of sessions, got .*run.json\); move it away"
+    ):
+        write_provenance(tmp_path, {})
+    assert (tmp_path / "run.json").read_text() == text
+
+
 def test_git_state_is_that_of_this_code() -> None:
     state = git_state()
     assert state["commit"] is None or len(state["commit"]) == 40

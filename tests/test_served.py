@@ -209,6 +209,28 @@ def test_a_reply_of_another_shape() -> None:
         ask(url, [[5]])
 
 
+@pytest.mark.parametrize(
+    ("change", "meta_change", "name"),
+    [
+        ({"output_ids": ["a", 2]}, {}, "output_ids"),
+        ({}, {"completion_tokens": "x"}, "completion_tokens"),
+        ({}, {"completion_tokens": None}, "completion_tokens"),
+        ({}, {"completion_tokens": -4}, "completion_tokens"),
+        ({}, {"spec_verify_ct": "q"}, "spec_verify_ct"),
+        ({}, {"spec_accept_histogram": "abc"}, "the histogram"),
+        ({}, {"spec_accept_histogram": 5}, "the histogram"),
+    ],
+)
+def test_counters_that_are_no_numbers_are_named(change: dict[str, Any], meta_change: dict[str, Any], name: str) -> None:
+    meta = {"completion_tokens": 2, "spec_verify_ct": 1} | meta_change
+    reply = {"output_ids": [5, 6], "meta_info": meta} | change
+    with (
+        running_server(lambda body: (200, reply)) as url,
+        pytest.raises(UserError, match=rf"/generate must return whole numbers as {name}, got"),
+    ):
+        ask(url, [[5]])
+
+
 def test_a_drafter_that_does_nothing_is_a_finding() -> None:
     facts = ServerFacts("http://host", "0.5.23", "t", {"speculative_algorithm": "EAGLE"})
     idle = [ServedAnswer([], 24, 23, [23, 0, 0, 0]), ServedAnswer([], 1, 0, [])]

@@ -177,6 +177,17 @@ def _read_answer(body: dict[str, Any], url: str) -> ServedAnswer:
             f"/generate must return output_ids and meta_info.completion_tokens, got the fields {sorted(body)} ({url}); "
             f"SGLang 0.5.11 and later do"
         )
+    # Renamed in SGLang; 0.5.23 has the first name.
+    histogram = meta.get("spec_correct_drafts_histogram") or meta.get("spec_accept_histogram") or []
+    counts = {
+        "output_ids": token_ids,
+        "completion_tokens": [meta["completion_tokens"]],
+        "spec_verify_ct": [meta.get("spec_verify_ct", 0)],
+        "the histogram": histogram,
+    }
+    for name, values in counts.items():
+        if not isinstance(values, list) or not all(isinstance(value, int) and value >= 0 for value in values):
+            raise UserError(f"/generate must return whole numbers as {name}, got {str(values)[:60]} ({url})")
     num_tokens = int(meta["completion_tokens"])
     # An answer that ends with prefill's token has no rounds, and the server leaves the counters out.
     if "spec_verify_ct" not in meta and num_tokens > 1:
@@ -184,8 +195,6 @@ def _read_answer(body: dict[str, Any], url: str) -> ServedAnswer:
             f"the server must have speculation on, got no spec_verify_ct for an answer of {num_tokens} tokens ({url}); "
             f"start it with --speculative-algorithm EAGLE3 --speculative-draft-model-path DRAFTER"
         )
-    # Renamed in SGLang; 0.5.23 has the first name.
-    histogram = meta.get("spec_correct_drafts_histogram") or meta.get("spec_accept_histogram") or []
     return ServedAnswer(token_ids, num_tokens, int(meta.get("spec_verify_ct", 0)), [int(count) for count in histogram])
 
 

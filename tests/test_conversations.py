@@ -227,6 +227,11 @@ def test_a_directory_is_named(tmp_path: Path) -> None:
         read_conversations(tmp_path)
 
 
+def test_a_device_is_no_directory() -> None:
+    with pytest.raises(UserError, match=r"must be a JSONL file, got a device or a pipe, which cannot be read twice"):
+        read_conversations(Path("/dev/null"))
+
+
 @pytest.mark.parametrize("content", ["", "\n  \n"])
 def test_a_file_without_rows_is_an_error(tmp_path: Path, content: str) -> None:
     path = tmp_path / "prompts.jsonl"

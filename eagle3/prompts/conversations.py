@@ -59,7 +59,12 @@ def read_conversations(path: Path) -> Iterator[Conversation | BadRow]:
     if not path.exists():
         raise UserError(f"prompts must be a JSONL file, got no file at {str(path)!r}; check the path")
     if not path.is_file():
-        raise UserError(f"prompts must be a JSONL file, got a directory ({str(path)!r}); name one file in it")
+        if path.is_dir():
+            raise UserError(f"prompts must be a JSONL file, got a directory ({str(path)!r}); name one file in it")
+        raise UserError(
+            f"prompts must be a JSONL file, got a device or a pipe, which cannot be read twice ({str(path)!r}); "
+            f"save the rows as a file"
+        )
     return _rows(path)
 
 

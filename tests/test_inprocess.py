@@ -1,5 +1,6 @@
 """The captured states are the ones that were asked for, whatever else is in the batch."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,6 +96,34 @@ def test_a_directory_that_does_not_load_is_refused(tiny_target: Path, tmp_path: 
     tokenizer = load_tokenizer(str(tiny_target), False)
     with pytest.raises(UserError, match=r"must be a model that transformers loads, got '.*nothing'"):
         TransformersEngine(TargetConfig(str(tmp_path / "nothing")), LAYERS, tokenizer)
+
+
+def test_weights_that_were_cut_short_are_refused(make_target: Callable[..., Path], tmp_path: Path) -> None:
+    weights = make_target(tmp_path / "target") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-5000])
+    with pytest.raises(
+        UserError, match=r"must be a model that transformers loads, got '.*target' \(.*not fully covered"
+    ):
+        load(tmp_path / "target")
+
+
+@pytest.mark.parametrize("change", [{"num_hidden_layers": 9}, {"intermediate_size": 100}])
+def test_weights_of_another_config_are_refused(
+    make_target: Callable[..., Path], tmp_path: Path, change: dict[str, int]
+) -> None:
+    """transformers makes up the weights of a layer that the files lack, and goes on."""
+    path = make_target(tmp_path / "target") / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    message = "must hold every weight .* got none for model.layers.8" if 9 in change.values() else "transformers loads"
+    with pytest.raises(UserError, match=message):
+        load(tmp_path / "target")
+
+
+def test_a_gpu_that_is_not_there_is_named(tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    tokenizer = load_tokenizer(str(tiny_target), False)
+    with pytest.raises(UserError, match=r"target\.device must be a device of this machine, got 'cuda' without a GPU"):
+        TransformersEngine(TargetConfig(str(tiny_target), device="cuda"), LAYERS, tokenizer)
 
 
 @pytest.mark.parametrize(

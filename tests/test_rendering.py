@@ -276,6 +276,13 @@ def test_a_template_that_refuses_the_messages_is_named() -> None:
             render([TALK[0], TALK[0]])
 
 
+@pytest.mark.parametrize("expression", ["1 + messages[0]['content']", "1 / 0", "messages[0]['content'] | int + 'x'"])
+def test_a_template_whose_python_fails_is_named(expression: str) -> None:
+    renderer = ChatRenderer(make_tokenizer(SMOLLM2_TEMPLATE + "{{ " + expression + " }}", CHATML_SPECIALS), {})
+    with pytest.raises(RenderingError, match=r"messages must suit the chat template, got the roles user \(.+\)"):
+        renderer.prompt_ids([TALK[0]])
+
+
 def test_a_template_that_rewrites_history_needs_generation_tags() -> None:
     with pytest.raises(
         RenderingError, match=r"render messages\[:1\] with the generation prompt as the beginning"
@@ -339,6 +346,15 @@ def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path), trust_remote_code=False)
 
 
+def test_a_tokenizer_that_is_none_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    for text in ("{}", "[]", '{"version"'):
+        (tmp_path / "tokenizer.json").write_text(text)
+        with pytest.raises(UserError, match=r"must have a tokenizer that loads, got .*; download it again") as caught:
+            load_tokenizer(str(tmp_path), trust_remote_code=False)
+        assert "\n" not in str(caught.value)
+
+
 def test_a_slow_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer"}))
     with pytest.raises(UserError, match=r"tokenizer must be a fast one \(tokenizer\.json\), got ByT5Tokenizer"):
@@ -370,6 +386,13 @@ def test_end_tokens_are_all_that_config_generation_config_and_tokenizer_name(tmp
     write_end_tokens(tmp_path, config={"eos_token_id": 9}, generation_config={"eos_token_id": 1})
     tokenizer.eos_token = None
     assert end_token_ids(tmp_path, tokenizer) == {unnamed, 1, 9}
+
+
+@pytest.mark.parametrize(("text", "said"), [("{", "must be JSON, got"), ("[]", "must be an object, got a list")])
+def test_a_generation_config_that_is_none_is_named(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(UserError, match=rf"generation_config.json {said}.* \(.*\); download it again"):
+        end_token_ids(tmp_path, make_tokenizer(SMOLLM2_TEMPLATE, CHATML_SPECIALS))
 
 
 def test_end_tokens_of_a_nested_text_config_count_where_the_whole_names_none(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """The target in this process says when it cannot be decoded here."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -55,3 +57,21 @@ def test_an_answer_ends_with_any_of_the_end_tokens(tiny_target: Path, tmp_path: 
     target = load_local_target(config, (2, 4, 5), tokenizer)
     assert target.end_ids == {0, 2}
     assert target.dtype == torch.float32
+
+
+def test_a_target_that_lacks_weights_is_refused(make_target: Callable[..., Path], tmp_path: Path) -> None:
+    path = make_target(tmp_path / "target") / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 9}))
+    tokenizer = load_tokenizer(str(tmp_path / "target"), False)
+    with pytest.raises(UserError, match=r"must hold every weight .* got none for model.layers.8.* and \d more"):
+        load_local_target(TargetConfig(str(tmp_path / "target")), [2, 4, 5], tokenizer)
+    (tmp_path / "target" / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(UserError, match=r"must be a model that transformers loads, got '.*target' \(.*header"):
+        load_local_target(TargetConfig(str(tmp_path / "target")), [2, 4, 5], tokenizer)
+
+
+def test_a_gpu_that_is_not_there_is_named(tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    tokenizer = load_tokenizer(str(tiny_target), False)
+    with pytest.raises(UserError, match=r"target\.device must be a device of this machine, got 'cuda' without a GPU"):
+        load_local_target(TargetConfig(str(tiny_target), device="cuda"), [2, 4, 5], tokenizer)

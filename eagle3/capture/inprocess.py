@@ -16,7 +16,7 @@ from transformers.masking_utils import sdpa_mask
 
 from eagle3.capture.generation import BatchDecoder, Generation, grouped_attention
 from eagle3.config import RegenerateConfig, TargetConfig, UserError
-from eagle3.prompts.rendering import end_token_ids
+from eagle3.prompts.rendering import end_token_ids, missing_weights, one_line
 
 ATTENTION_NAME = "eagle3_grouped"
 LOGITS_PER_CHUNK = 2**24  # 64 MiB in fp32: little beside a target's head
@@ -43,18 +43,24 @@ class TransformersEngine:
         device = target.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device == "cuda" and not torch.cuda.is_available():
+            raise UserError("target.device must be a device of this machine, got 'cuda' without a GPU; use auto or cpu")
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 target.path,
                 dtype=getattr(torch, target.dtype),
                 trust_remote_code=target.trust_remote_code,
                 local_files_only=True,
+                output_loading_info=True,
             )
-        except (OSError, ValueError) as error:
+        except Exception as error:  # transformers, safetensors and a model's own code raise whatever they like
             raise UserError(
-                f"target.path must be a model that transformers loads, got {target.path!r} ({error}); "
+                f"target.path must be a model that transformers loads, got {target.path!r} ({one_line(error)}); "
                 f"complete the directory, or use an engine that knows the model"
             ) from error
+        model, loading = loaded
+        if loading["missing_keys"]:
+            raise UserError(missing_weights(loading["missing_keys"], target.path))
         if model.config._attn_implementation == "sdpa":
             AttentionInterface.register(ATTENTION_NAME, grouped_attention)
             AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)

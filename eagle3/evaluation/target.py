@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 
 from eagle3.config import TargetConfig, UserError
 from eagle3.features.record import FeatureSample, supervised_rows
-from eagle3.prompts.rendering import end_token_ids
+from eagle3.prompts.rendering import end_token_ids, missing_weights, one_line
 
 
 class SlotCache(Cache):
@@ -155,18 +155,24 @@ def load_local_target(
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("target.device must be a device of this machine, got 'cuda' without a GPU; use auto or cpu")
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             config.path,
             dtype=getattr(torch, config.dtype),
             trust_remote_code=config.trust_remote_code,
             local_files_only=True,
+            output_loading_info=True,
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # transformers, safetensors and a model's own code raise whatever they like
         raise UserError(
-            f"target.path must be a model that transformers loads, got {config.path!r} ({error}); complete the "
-            f"directory, or serve the model with SGLang and pass --server URL"
+            f"target.path must be a model that transformers loads, got {config.path!r} ({one_line(error)}); "
+            f"complete the directory, or serve the model with SGLang and pass --server URL"
         ) from error
+    model, loading = loaded
+    if loading["missing_keys"]:
+        raise UserError(missing_weights(loading["missing_keys"], config.path))
     return LocalTarget(model.to(device), capture_layers, end_token_ids(Path(config.path), tokenizer))
 
 

@@ -6,12 +6,11 @@ encoded only to check that their ids are the beginning of the whole.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import xxhash
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -66,6 +65,11 @@ class ChatRenderer:
                 f"tokenizer must have a chat template, got none ({tokenizer.name_or_path!r}); "
                 f"use the instruction-tuned model's tokenizer"
             ) from error
+        if not isinstance(self._template, str):
+            raise UserError(
+                f"tokenizer must have a chat template that is text, got {self._template!r} "
+                f"({tokenizer.name_or_path!r}); download it again"
+            )
         self._tokenizer = tokenizer
         self._kwargs = dict(chat_template_kwargs)
         # The syntax that transformers looks for before it computes assistant masks.
@@ -114,9 +118,11 @@ class ChatRenderer:
                     list(messages), add_generation_prompt=add_generation_prompt, tokenize=False, **self._kwargs
                 )
             )
-        except jinja2.TemplateError as error:
+        except Exception as error:  # jinja2's own, and whatever a template's expressions raise
             roles = ", ".join(message["role"] for message in messages)
-            raise RenderingError(f"messages must suit the chat template, got the roles {roles} ({error})") from error
+            raise RenderingError(
+                f"messages must suit the chat template, got the roles {roles} ({one_line(error)})"
+            ) from error
 
     def _encode(self, text: str) -> list[int]:
         # Templates write the special tokens themselves; apply_chat_template encodes in the same way.
@@ -181,8 +187,10 @@ def load_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBas
         raise UserError(f"target.path must be a Hugging Face directory, got no directory at {path!r}; check the path")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise UserError(f"target.path must have a tokenizer that loads, got {path!r} ({error})") from error
+    except Exception as error:  # transformers and tokenizers raise whatever they like
+        raise UserError(
+            f"target.path must have a tokenizer that loads, got {path!r} ({one_line(error)}); download it again"
+        ) from error
     if not tokenizer.is_fast:
         raise UserError(
             f"tokenizer must be a fast one (tokenizer.json), got {type(tokenizer).__name__} ({path!r}); "
@@ -204,13 +212,13 @@ def end_token_ids(target_path: Path, tokenizer: PreTrainedTokenizerBase) -> froz
 
     One of the files is often narrower than the others; a file that is not there names none.
 
+    Raises:
+        UserError: one of the files is no JSON object.
+
     Source: SGLang 0.5.23, srt/managers/schedule_batch.py (`_check_token_based_finish`), srt/configs/model_config.py
     (`_get_hf_eos_token_id`) and srt/utils/hf_transformers/common.py (`attach_additional_stop_token_ids`).
     """
-    config, generation_config = (
-        json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        for path in (target_path / "config.json", target_path / "generation_config.json")
-    )
+    config, generation_config = (_read_object(target_path / f"{name}.json") for name in ("config", "generation_config"))
     if config.get("eos_token_id") is None:
         config = config.get("text_config") or {}  # of a model with other towers
     added = tokenizer.get_added_vocab()
@@ -227,6 +235,34 @@ def answer_text(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], *,
     """
     written = list(token_ids[:-1] if finished else token_ids)
     return str(tokenizer.decode(written, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """Reads a JSON object; a file that is not there is an empty one."""
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise UserError(f"{path.name} must be JSON, got {one_line(error)} ({path}); download it again") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path.name} must be an object, got a {type(values).__name__} ({path}); download it again")
+    return values
+
+
+def missing_weights(names: Iterable[str], path: str) -> str:
+    """Says that a target lacks weights: transformers would make them up, and go on."""
+    missing = sorted(names)
+    return (
+        f"target.path must hold every weight of the model that its config.json describes, got none for "
+        f"{', '.join(missing[:3])}{f' and {len(missing) - 3} more' if len(missing) > 3 else ''} ({path!r}); "
+        f"download it again"
+    )
+
+
+def one_line(error: Exception) -> str:
+    """Returns an error of others as one line; its kind alone where it says nothing."""
+    return " ".join(str(error).split())[:400] or type(error).__name__
 
 
 def _shown(expected: str, text: str) -> str:

@@ -368,6 +368,13 @@ def test_drafter_directory_must_be_one(tmp_path: Path) -> None:
         load_drafter(tmp_path, TARGET)
 
 
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    directory = export(make_drafter(), tmp_path / "drafter")
+    edit_tensors(directory, lambda tensors: tensors | {"fc.weight": tensors["fc.weight"] * float("nan")})
+    with pytest.raises(UserError, match=r"- not finite: fc\.weight, wanted numbers alone"):
+        load_drafter(directory, TARGET)
+
+
 def test_short_position_range_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = export(make_drafter(), tmp_path / "drafter")
     load_drafter(directory, TARGET)

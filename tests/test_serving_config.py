@@ -184,6 +184,16 @@ def test_others_configs_may_leave_out_what_has_a_default() -> None:
         ({"target_hidden_size": 96}, "target_hidden_size=96, wanted hidden_size"),
         ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4}, wanted None"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu', wanted 'silu'"),
+        ({"eagle_config": "x"}, "eagle_config='x', wanted an object"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["a"]}}, r".*layer_ids=\['a'\], wanted a list"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": 5}}, ".*layer_ids=5, wanted a list"),
+        ({"num_key_value_heads": "x"}, "num_key_value_heads='x', wanted an integer of 1 or more"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0, wanted an integer of 1 or more"),
+        ({"head_dim": -3}, "head_dim=-3, wanted an integer of 1 or more"),
+        ({"draft_vocab_size": True}, "draft_vocab_size=True, wanted an integer of 1 or more"),
+        ({"rope_parameters": "x"}, "rope_parameters='x', wanted an object"),
+        ({"rope_theta": "x"}, "rope_theta='x', wanted a number"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps='x', wanted a number"),
     ],
 )  # fmt: skip
 def test_config_that_is_served_differently_is_refused(change: dict[str, Any], message: str) -> None:

@@ -208,6 +208,12 @@ def test_missing_directory_is_named(tmp_path: Path) -> None:
     [
         ("{", r"config\.json must be JSON, got .* \(.*config\.json\)"),
         ("[]", r"config\.json must be an object, got a list"),
+        ('{"text_config": 5}', r"text_config must be an object, got 5"),
+        (
+            '{"hidden_size": 0, "num_hidden_layers": 8, "num_attention_heads": 4, "vocab_size": 9, '
+            '"max_position_embeddings": 64}',
+            r"as integers of 1 or more, got none for hidden_size",
+        ),
         (
             '{"hidden_size": 64}',
             "got none for num_hidden_layers, num_attention_heads, vocab_size, max_position_embeddings",
@@ -297,3 +303,11 @@ def test_broken_shards_are_named(tmp_path: Path, make_target: MakeTarget) -> Non
     (target / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(UserError, match=r"must be JSON with a weight_map, got KeyError"):
         load_target_weights(target)
+
+
+def test_a_path_that_is_no_directory_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "target" / "config.json").mkdir(parents=True)
+    for path in (tmp_path / "file", tmp_path / "target"):
+        with pytest.raises(UserError, match=r"must be a Hugging Face directory, got '.*' without a config.json"):
+            load_target_config(path)

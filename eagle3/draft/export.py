@@ -121,7 +121,7 @@ def load_drafter(directory: Path, target_config: dict[str, Any]) -> Eagle3Drafte
     config_path = directory / "config.json"
     try:
         stored = json.loads(config_path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise UserError(
             f"a drafter must be a directory with config.json and model.safetensors, got {str(directory)!r} without "
             f"a config.json; give the directory that training exported, RUN/drafter"
@@ -181,6 +181,8 @@ def _checked_tensors(tensors: dict[str, Tensor], drafter: Eagle3Drafter, directo
             problems.append(f"- misshapen: {name} {tuple(tensor.shape)}, wanted {expected[name]}")
         elif name not in ("d2t", "t2d") and tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             problems.append(f"- quantised: {name} in {tensor.dtype}, wanted float32, bfloat16 or float16")
+        elif not bool(tensor.isfinite().all()):
+            problems.append(f"- not finite: {name}, wanted numbers alone")
     if not problems:
         tensors, problems = _with_checked_maps(tensors, config)
     if problems:

@@ -174,16 +174,28 @@ def _config_problems(stored: dict[str, Any], target_config: dict[str, Any]) -> l
     # What LlamaConfig would put in their place is no drafter: 32 layers, 2,048 positions.
     needed = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"]
     for key in [*needed, "max_position_embeddings"]:
-        if not isinstance(stored.get(key), int):
-            problems.append(f"- {key}={stored.get(key)!r}, wanted an integer")
+        if not _is_size(stored.get(key)):
+            problems.append(f"- {key}={stored.get(key)!r}, wanted an integer of 1 or more")
+    for key in ("num_key_value_heads", "head_dim", "num_aux_hidden_states"):
+        if stored.get(key) is not None and not _is_size(stored[key]):
+            problems.append(f"- {key}={stored[key]!r}, wanted an integer of 1 or more")
+    for key in ("rms_norm_eps", "rope_theta"):
+        if stored.get(key) is not None and not isinstance(stored[key], int | float):
+            problems.append(f"- {key}={stored[key]!r}, wanted a number")
+    for key in ("eagle_config", "rope_scaling", "rope_parameters"):
+        if stored.get(key) is not None and not isinstance(stored[key], dict):
+            problems.append(f"- {key}={stored[key]!r}, wanted an object")
     if "draft_vocab_size" in stored and stored["draft_vocab_size"] is None:
         problems.append(
             "- draft_vocab_size=None: SGLang then serves the target's own head; put that head into the file as "
             "lm_head.weight and its number of rows here"
         )
-    elif not isinstance(stored.get("draft_vocab_size"), int):
-        problems.append(f"- draft_vocab_size={stored.get('draft_vocab_size')!r}, wanted an integer")
-    eagle_config = stored.get("eagle_config") or {}
+    elif not _is_size(stored.get("draft_vocab_size")):
+        problems.append(f"- draft_vocab_size={stored.get('draft_vocab_size')!r}, wanted an integer of 1 or more")
+    eagle_config = stored["eagle_config"] if isinstance(stored.get("eagle_config"), dict) else {}
+    layer_ids = eagle_config.get("eagle_aux_hidden_state_layer_ids")
+    if layer_ids is not None and not (isinstance(layer_ids, list) and all(isinstance(i, int) for i in layer_ids)):
+        problems.append(f"- eagle_aux_hidden_state_layer_ids={layer_ids!r}, wanted a list of integers")
     for key, plain in PLAIN_SWITCHES.items():
         value = eagle_config.get(key, stored.get(key, plain))
         if value != plain:
@@ -198,3 +210,7 @@ def _config_problems(stored: dict[str, Any], target_config: dict[str, Any]) -> l
     if stored.get("target_hidden_size", stored.get("hidden_size")) != stored.get("hidden_size"):
         problems.append(f"- target_hidden_size={stored['target_hidden_size']}, wanted hidden_size: not supported")
     return problems
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

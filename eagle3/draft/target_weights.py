@@ -101,7 +101,7 @@ def load_target_config(path: Path) -> dict[str, Any]:
     config_path = path / "config.json"
     try:
         whole = json.loads(config_path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise UserError(
             f"target.path must be a Hugging Face directory, got {str(path)!r} without a config.json; "
             f"download the model and give its directory"
@@ -110,17 +110,20 @@ def load_target_config(path: Path) -> dict[str, Any]:
         raise UserError(f"config.json must be JSON, got {error} ({config_path}); download it again") from None
     if not isinstance(whole, dict):
         raise UserError(f"config.json must be an object, got a {type(whole).__name__} ({config_path})")
-    config = dict(whole.get("text_config") or whole)
+    config = whole.get("text_config") or whole
+    if not isinstance(config, dict):
+        raise UserError(f"text_config must be an object, got {config!r} ({config_path}); download it again")
+    config = dict(config)
     for key in INHERITED_KEYS:
         if key in whole:
             config.setdefault(key, whole[key])
     # Layer ids are counted by the class that serves, and the outermost name decides which class that is.
     config["architectures"] = whole.get("architectures") or config.get("architectures") or []
     needed = ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings"]
-    missing = [key for key in needed if not isinstance(config.get(key), int)]
+    missing = [key for key in needed if not isinstance(config.get(key), int) or config[key] < 1]
     if missing:
         raise UserError(
-            f"config.json must hold {', '.join(needed)} as integers, got none for {', '.join(missing)} "
+            f"config.json must hold {', '.join(needed)} as integers of 1 or more, got none for {', '.join(missing)} "
             f"({config_path}, or its text_config); the target must be a decoder-only language model"
         )
     return config

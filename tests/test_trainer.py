@@ -26,7 +26,7 @@ from eagle3.training import trainer
 from eagle3.training.batches import StepBatch
 from eagle3.training.engine import Engine
 from eagle3.training.optimizer_step import StepResult, take_step
-from eagle3.training.trainer import train
+from eagle3.training.trainer import StopSignal, train
 from eagle3.training.validation import Validation, validate
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -268,3 +268,12 @@ def test_a_killed_run_ends_bit_for_bit_as_an_undisturbed_one(
     for line, wanted_line in zip(lines, wanted_lines, strict=True):
         assert line.get("loss", 0) == pytest.approx(wanted_line.get("loss", 0), rel=LOSS_TOLERANCE)
     assert len(json.loads((resumed / "run.json").read_text())["sessions"]) == 2
+
+
+def test_the_first_ctrl_c_is_noted_and_the_second_interrupts() -> None:
+    with StopSignal() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.requested
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

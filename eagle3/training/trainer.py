@@ -112,7 +112,7 @@ def take_steps(run: Run, state: TrainState, tracker: Tracker | None, stop: "Stop
 
             if result.stop_requested:
                 path = save(run, state)
-                logger.info("SIGTERM: saved %s; the same command with run.resume=auto goes on from it", path)
+                logger.info("stopped: saved %s; the same command with run.resume=auto goes on from it", path)
                 return
 
 
@@ -215,17 +215,24 @@ def open_tracker(run: Run, state: TrainState) -> contextlib.AbstractContextManag
 
 
 class StopSignal:
-    """Notes SIGTERM instead of dying of it, for the length of a `with` block."""
+    """Notes SIGTERM and Ctrl-C instead of dying of them, for the length of a `with` block.
+
+    A second Ctrl-C interrupts at once. A first one that did would be lost in code that takes it for its own error, as
+    safetensors' does.
+    """
 
     def __init__(self) -> None:
         self.requested = False
 
     def __enter__(self) -> Self:
-        self._before = signal.signal(signal.SIGTERM, self._note)
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        signal.signal(signal.SIGTERM, self._before)
+        for handled, handler in self._before.items():
+            signal.signal(handled, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
         self.requested = True

@@ -6,11 +6,12 @@ with all problems of the file in one message.
 
 import dataclasses
 import difflib
+import re
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -251,10 +252,37 @@ def config_to_dict(config: Any) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
+class _Loader(yaml.SafeLoader):
+    """Reads as text what YAML 1.1 takes for dates, base 60 and octals: names look like them, no number does."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [
+            (tag, pattern)
+            for tag, pattern in resolvers
+            if tag not in ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+        ]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?(0|[1-9][0-9_]*)$"), list("-+0123456789"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"(?:[-+]?([0-9][0-9_]*\.[0-9_]*([eE][-+][0-9]+)?|\.[0-9]+([eE][-+][0-9]+)?|\.(inf|Inf|INF))|\.(nan|NaN|NAN))$"
+    ),
+    list("-+0123456789."),
+)
+
+
+def _parse_yaml(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        settings = _parse_yaml(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError) as error:  # not YAML, not UTF-8, or a number past Python's limits
         raise UserError(f"config must be YAML in UTF-8, got {path}: {error}") from error
     if settings is None:
         return {}
@@ -274,8 +302,8 @@ def _apply_override(settings: dict[str, Any], override: str, problems: list[str]
             settings[section] = {}
         settings = settings[section]
     try:
-        settings[last] = yaml.safe_load(text)
-    except yaml.YAMLError:
+        settings[last] = _parse_yaml(text)
+    except (yaml.YAMLError, ValueError):
         settings[last] = text  # a bare string that YAML would read as syntax, such as a path with a colon
 
 

@@ -1,5 +1,6 @@
 """Settings: strict, typed, every problem at once."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,28 @@ def test_a_section_that_is_no_mapping_is_refused() -> None:
 def test_kinds_are_not_mixed_up(override: str) -> None:
     with pytest.raises(UserError, match="1 problem"):
         load_config(TrainConfig, None, [*MINIMAL_TRAIN, override])
+
+
+@pytest.mark.parametrize("name", ["12:30", "2026-11-30", "2026-02-30", "0o17", "010", "0x10", "1" * 5000])
+def test_a_name_stays_as_it_was_typed(tmp_path: Path, name: str) -> None:
+    """YAML 1.1 makes 750, a date, a ValueError, 8 and 16 of them."""
+    overrides = ["target.path=t", "data.path=s"]
+    if len(name) < 100:
+        assert load_config(TrainConfig, None, [*overrides, f"tracking.name={name}"]).tracking.name == name
+        path = tmp_path / "c.yaml"
+        path.write_text(f"tracking:\n  name: {name}\n")
+        assert load_config(TrainConfig, path, overrides).tracking.name == name
+    with pytest.raises(UserError, match=r"run\.epochs must be a whole number, got"):
+        load_config(TrainConfig, None, [*overrides, f"run.epochs={name}"])
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e-4", 1e-4), ("1.5e-3", 1.5e-3), (".5", 0.5), ("3", 3.0), (".inf", math.inf)]
+)
+def test_numbers_are_read_as_before(text: str, value: float) -> None:
+    overrides = ["target.path=t", "data.path=s", f"optimizer.learning_rate={text}", "run.epochs=12", "data.seed=-3"]
+    config = load_config(TrainConfig, None, overrides)
+    assert (config.optimizer.learning_rate, config.run.epochs, config.data.seed) == (value, 12, -3)
 
 
 def test_a_file_that_is_not_yaml_or_no_mapping_is_refused(tmp_path: Path) -> None:

@@ -117,7 +117,8 @@ def test_a_store_is_simulated_with_and_without_the_target_in_this_process(
     make_sample: Callable[..., FeatureSample],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    write_store(tmp_path / "store", [make_sample(f"s{i}", [0, 0, 1, 1, 1, 1], seed=i) for i in range(3)])
+    samples = [make_sample(f"s{i}", [0, 0, 1, 1, 1, 1], seed=i) for i in range(3)]
+    write_store(tmp_path / "store", tiny_target, samples)
     both = {"drafter": drafter, "store": tmp_path / "store", "target.path": tiny_target, "target.dtype": "float32"}
     local = evaluate(settings(tmp_path / "local", prompts, timed_prompts=0, **both))
     assert local["simulated_store"]["all_answers"]["num_tokens"] == 12

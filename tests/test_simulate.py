@@ -7,16 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_drafters import LAYERS, MANIFEST, fit_drafter, random_drafter, write_store
+from tiny_drafters import LAYERS, fit_drafter, random_drafter, write_store
 from transformers import AutoModelForCausalLM
 
-from eagle3.config import EvaluateConfig, SpeculationConfig, UserError
+from eagle3.config import EvaluateConfig, SpeculationConfig, TargetConfig, UserError
 from eagle3.draft.model import Eagle3Drafter
 from eagle3.evaluation.decoder import Answer, decode
 from eagle3.evaluation.local import decoded_rounds
 from eagle3.evaluation.simulate import open_store, simulate, simulate_store
 from eagle3.evaluation.target import LocalTarget
+from eagle3.features.manifest import digest_target_config
 from eagle3.features.record import FeatureSample, is_held_out
+from eagle3.prompts.rendering import load_tokenizer, tokenizer_digest
 
 
 @pytest.fixture(scope="module")
@@ -95,12 +97,12 @@ def test_features_are_transformers_hidden_states(target: LocalTarget) -> None:
 
 
 def test_a_store_is_simulated_on_its_held_out_samples(
-    tmp_path: Path, target: LocalTarget, make_sample: Callable[..., FeatureSample]
+    tmp_path: Path, tiny_target: Path, target: LocalTarget, make_sample: Callable[..., FeatureSample]
 ) -> None:
     samples = [make_sample(f"sample {i}", [0] * 3 + [1] * (5 + i), seed=i) for i in range(12)]
-    write_store(tmp_path / "store", samples)
+    write_store(tmp_path / "store", tiny_target, samples)
     drafter = random_drafter(target, 320)
-    store = open_store(tmp_path / "store", drafter.config)
+    store = open_store(tmp_path / "store", drafter.config, TargetConfig(str(tiny_target)))
     config = EvaluateConfig(speculation=SpeculationConfig(num_draft_tokens=2), held_out_share=0.5)
     held_out = [sample for sample in samples if is_held_out(sample.sample_id, 0.5)]
     assert 0 < len(held_out) < 12
@@ -113,11 +115,33 @@ def test_a_store_is_simulated_on_its_held_out_samples(
 
 
 def test_a_store_of_another_capture_is_refused_with_every_difference(
-    tmp_path: Path, target: LocalTarget, make_sample: Callable[..., FeatureSample]
+    tmp_path: Path, tiny_target: Path, target: LocalTarget, make_sample: Callable[..., FeatureSample]
 ) -> None:
-    other = dataclasses.replace(MANIFEST, capture_layers=(1, 4, 5), vocab_size=400)
-    write_store(tmp_path / "store", [make_sample("a", [0, 1, 1])], other)
+    others = {"capture_layers": (1, 4, 5), "vocab_size": 400, "tokenizer_digest": "t0", "target_config_digest": "c0"}
+    write_store(tmp_path / "store", tiny_target, [make_sample("a", [0, 1, 1])], **others)
     with pytest.raises(UserError) as error:
-        open_store(tmp_path / "store", random_drafter(target, 320).config)
-    assert "capture_layers must be (2, 4, 5), got (1, 4, 5)" in str(error.value)
-    assert "vocab_size must be 320, got 400" in str(error.value)
+        open_store(tmp_path / "store", random_drafter(target, 320).config, TargetConfig(str(tiny_target)))
+    first, *differences, advice = str(error.value).splitlines()
+    assert first.startswith(f"the features in {tmp_path / 'store'} must be those of the target and layers at hand, got")
+    here = {
+        "target_config_digest": digest_target_config(tiny_target),
+        "tokenizer_digest": tokenizer_digest(load_tokenizer(str(tiny_target), False)),
+        "capture_layers": (2, 4, 5),
+        "vocab_size": 320,
+    }
+    assert differences == [
+        f"  {name} must be {others[name]!r}, as captured from {tiny_target}, got {value!r}"
+        for name, value in here.items()
+    ]
+    assert advice.startswith("change target.path, evaluate a drafter that was trained on the store, or")
+
+
+def test_a_store_of_other_weights_is_refused(
+    tmp_path: Path, make_target: Callable[..., Path], target: LocalTarget, make_sample: Callable[..., FeatureSample]
+) -> None:
+    one, other = make_target(tmp_path / "one", seed=0), make_target(tmp_path / "other", seed=1)
+    write_store(tmp_path / "store", one, [make_sample("a", [0, 1, 1])])
+    drafter = random_drafter(target, 320).config
+    assert len(open_store(tmp_path / "store", drafter, TargetConfig(str(one)))) == 1
+    with pytest.raises(UserError, match=r"target_revision must be '\w+', as captured from .*/one, got '\w+'"):
+        open_store(tmp_path / "store", drafter, TargetConfig(str(other)))

@@ -1,6 +1,8 @@
 """Drafters for tiny targets: random ones, ones fitted to a few answers so that some drafts are right, and a store."""
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,35 +10,34 @@ from torch.nn import functional as F
 
 from eagle3.draft.model import DrafterConfig, Eagle3Drafter
 from eagle3.evaluation.target import LocalTarget
-from eagle3.features.manifest import Manifest
+from eagle3.features.manifest import Manifest, digest_target_config, digest_target_weights
 from eagle3.features.record import FeatureSample
 from eagle3.features.store import FeatureWriter
+from eagle3.prompts.rendering import load_tokenizer, tokenizer_digest
 
 LAYERS = (2, 4, 5)
 
 
-MANIFEST = Manifest(
-    target_path="target",
-    target_config_digest="0",
-    target_revision="0",
-    target_quantization=None,
-    engine="transformers",
-    engine_version="5",
-    capture_layers=LAYERS,
-    dtype="float32",
-    codec="fp32",
-    hidden_size=64,
-    vocab_size=320,
-    tokenizer_digest="0",
-    chat_template_digest="0",
-    prompts_digest="0",
-    last_rows="supervised",
-)
-
-
-def write_store(path: Path, samples: list[FeatureSample], manifest: Manifest = MANIFEST) -> None:
-    """Writes a store whose features these drafters read."""
-    with FeatureWriter(path, manifest, shard_bytes=2**20) as writer:
+def write_store(path: Path, target: Path, samples: list[FeatureSample], **changes: Any) -> None:
+    """Writes a store of the target's features that these drafters read; `changes` replace entries of its manifest."""
+    manifest = Manifest(
+        target_path=str(target),
+        target_config_digest=digest_target_config(target),
+        target_revision=digest_target_weights(target),
+        target_quantization=None,
+        engine="transformers",
+        engine_version="5",
+        capture_layers=LAYERS,
+        dtype="float32",
+        codec="fp32",
+        hidden_size=64,
+        vocab_size=320,
+        tokenizer_digest=tokenizer_digest(load_tokenizer(str(target), trust_remote_code=False)),
+        chat_template_digest="0",
+        prompts_digest="0",
+        last_rows="supervised",
+    )
+    with FeatureWriter(path, dataclasses.replace(manifest, **changes), shard_bytes=2**20) as writer:
         for sample in samples:
             writer.write(sample)
 

@@ -33,7 +33,9 @@ def evaluate_local(config: EvaluateConfig) -> Report:
         # What can be wrong is read before the target, which may take minutes to load.
         drafter = load_drafter(Path(config.drafter), load_target_config(Path(config.target.path)))
         _check_capture_layers(config, drafter)
-        store = open_store(Path(config.store), drafter.config) if config.store is not None else None
+        store = None
+        if config.store is not None:
+            store = open_store(Path(config.store), drafter.config, config.target)
         conversations = select_conversations(config)
         tokenizer = load_tokenizer(config.target.path, config.target.trust_remote_code)
         target = load_local_target(config.target, drafter.config.capture_layers, tokenizer)

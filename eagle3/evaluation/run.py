@@ -138,7 +138,7 @@ def _simulate_store(config: EvaluateConfig) -> Measured:
     assert config.store is not None, "the caller checks that a store is named"
     path = Path(config.target.path)
     drafter = load_drafter(Path(config.drafter), load_target_config(path))
-    store = open_store(Path(config.store), drafter.config)
+    store = open_store(Path(config.store), drafter.config, config.target)
     dtype = getattr(torch, config.target.dtype)
     device = "cuda" if torch.cuda.is_available() and config.target.device != "cpu" else "cpu"
     weights = load_target_weights(path).to(device, dtype)

@@ -9,13 +9,15 @@ from pathlib import Path
 
 from torch import Tensor
 
-from eagle3.config import EvaluateConfig, UserError
+from eagle3.config import EvaluateConfig, TargetConfig, UserError
 from eagle3.draft.acceptance import AnswerRounds, answer_rounds, summarise
 from eagle3.draft.model import DrafterConfig, Eagle3Drafter
 from eagle3.draft.ttt import chain_matches, pack
 from eagle3.evaluation.report import Measured, progress_bar
+from eagle3.features.manifest import check_same_target
 from eagle3.features.record import FeatureSample
 from eagle3.features.store import FeatureStore
+from eagle3.prompts.rendering import load_tokenizer, tokenizer_digest
 
 BATCH_TOKENS = 8192  # of one pack: at D = 7168 and three captured states 350 MB in bf16
 
@@ -68,24 +70,26 @@ def simulate_store(
     return Measured(summarise(rounds, config.seed), without_loops=None)
 
 
-def open_store(path: Path, drafter: DrafterConfig) -> FeatureStore:
-    """Opens a store whose features the drafter reads.
+def open_store(path: Path, drafter: DrafterConfig, target: TargetConfig) -> FeatureStore:
+    """Opens a store of the target's features that the drafter reads.
 
     Raises:
         UserError: there is no store, or its features are others; every difference is named with both values.
     """
     store = FeatureStore(path)
-    pairs = {
-        "capture_layers": (drafter.capture_layers, store.manifest.capture_layers),
-        "hidden_size": (drafter.hidden_size, store.manifest.hidden_size),
-        "vocab_size": (drafter.vocab_size, store.manifest.vocab_size),
-    }
-    problems = [f"{name} must be {ours}, got {theirs}" for name, (ours, theirs) in pairs.items() if ours != theirs]
-    if problems:
-        raise UserError(
-            f"the store must hold what the drafter reads: {'; '.join(problems)} ({path}); "
-            f"capture a store for this drafter, or evaluate the drafter that was trained on it"
-        )
+    tokenizer = load_tokenizer(target.path, target.trust_remote_code)
+    check_same_target(
+        store.manifest,
+        path,
+        Path(target.path),
+        expected={
+            "tokenizer_digest": tokenizer_digest(tokenizer),
+            "capture_layers": drafter.capture_layers,
+            "hidden_size": drafter.hidden_size,
+            "vocab_size": drafter.vocab_size,
+        },
+        advice="change target.path, evaluate a drafter that was trained on the store, or capture a new store",
+    )
     return store
 
 

@@ -5,6 +5,7 @@ Two captures may share a store only if every field agrees but the commit, which 
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -101,6 +102,32 @@ def check_same_capture(stored: Manifest, wanted: Manifest, store_path: Path) -> 
             f"a store goes on only with the settings it was begun with ({store_path}):\n"
             + "\n".join(differing)
             + "\nuse the stored settings, or another store.path"
+        )
+
+
+def check_same_target(
+    manifest: Manifest, store_path: Path, target_path: Path, *, expected: Mapping[str, Any], advice: str
+) -> None:
+    """Compares what a store says of its target with the target at hand, and with `expected` values of other fields.
+
+    Raises:
+        UserError: names each field that differs with both values, and says `advice`.
+    """
+    here = {
+        "target_config_digest": digest_target_config(target_path),
+        "target_revision": digest_target_weights(target_path),
+        **expected,
+    }
+    differing = [
+        f"  {name} must be {getattr(manifest, name)!r}, as captured from {manifest.target_path}, got {value!r}"
+        for name, value in here.items()
+        if getattr(manifest, name) != value
+    ]
+    if differing:
+        raise UserError(
+            f"the features in {store_path} must be those of the target and layers at hand, got others ({target_path}):\n"
+            + "\n".join(differing)
+            + f"\n{advice}"
         )
 
 

@@ -3,14 +3,12 @@
 Everything here is done before the ranks meet: reading a large store takes longer than a collective waits.
 """
 
-import dataclasses
 import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from eagle3.config import DataConfig, TrainConfig, UserError
 from eagle3.draft.draft_vocab import build_draft_vocab
@@ -23,7 +21,7 @@ from eagle3.draft.target_weights import (
     load_target_config,
     load_target_weights,
 )
-from eagle3.features.manifest import Manifest, digest_target_config, digest_target_weights
+from eagle3.features.manifest import check_same_target
 from eagle3.features.store import FeatureStore
 from eagle3.prompts.rendering import end_token_ids, load_tokenizer, tokenizer_digest
 from eagle3.training.batches import usable_samples
@@ -56,7 +54,13 @@ def load_inputs(config: TrainConfig) -> Inputs:
     target_config = load_target_config(target_path)
     capture_layers = config.target.capture_layers or default_capture_layers(target_config["num_hidden_layers"])
     tokenizer = load_tokenizer(config.target.path, config.target.trust_remote_code)
-    check_store(store, target_path, capture_layers, tokenizer)
+    check_same_target(
+        store.manifest,
+        store.path,
+        target_path,
+        expected={"capture_layers": tuple(capture_layers), "tokenizer_digest": tokenizer_digest(tokenizer)},
+        advice="change target.path or target.capture_layers, or capture a new store",
+    )
     train_indices, held_out_indices = split_samples(store, config.data)
 
     target = load_target_weights(target_path)
@@ -108,34 +112,6 @@ def check_settings(config: TrainConfig) -> None:
         raise UserError("some settings cannot be trained with:\n" + "\n".join(problems) + "\nchange them")
 
 
-def check_store(
-    store: FeatureStore, target_path: Path, capture_layers: list[int], tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Compares what the store says of its target with the target at hand.
-
-    Raises:
-        UserError: they differ; every difference is named with both values.
-    """
-    here = {
-        "capture_layers": tuple(capture_layers),
-        "target_config_digest": digest_target_config(target_path),
-        "target_revision": digest_target_weights(target_path),
-        "tokenizer_digest": tokenizer_digest(tokenizer),
-    }
-    stored = _fields(store.manifest)
-    problems = [
-        f"  {name} must be {stored[name]!r}, as captured from {store.manifest.target_path}, got {value!r}"
-        for name, value in here.items()
-        if stored[name] != value
-    ]
-    if problems:
-        raise UserError(
-            f"the target must be the one whose features are in {store.path}, got another ({target_path}):\n"
-            + "\n".join(problems)
-            + "\nchange target.path or target.capture_layers, or capture a new store"
-        )
-
-
 def split_samples(store: FeatureStore, data: DataConfig) -> tuple[list[int], list[int]]:
     """Returns the indices to train on and to validate on; the samples left out are counted in the log.
 
@@ -159,7 +135,3 @@ def split_samples(store: FeatureStore, data: DataConfig) -> tuple[list[int], lis
                 f"change these, or capture more samples"
             )
     return usable["training"].indices, usable["held-out"].indices
-
-
-def _fields(manifest: Manifest) -> dict[str, Any]:
-    return {each.name: getattr(manifest, each.name) for each in dataclasses.fields(manifest)}

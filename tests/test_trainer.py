@@ -270,6 +270,26 @@ def test_a_killed_run_ends_bit_for_bit_as_an_undisturbed_one(
     assert len(json.loads((resumed / "run.json").read_text())["sessions"]) == 2
 
 
+def test_a_run_that_is_stopped_at_its_last_step_is_validated_when_it_is_resumed(
+    base: TrainConfig, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def take_step_and_stop(engine: Engine, batch: StepBatch, **settings: Any) -> StepResult:
+        num_taken.append(1)
+        return dataclasses.replace(take_step(engine, batch, **settings), stop_requested=len(num_taken) == STEPS)
+
+    num_taken: list[int] = []
+    config = with_run(base, dir=str(tmp_path / "run"), validate_every=100)
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "take_step", take_step_and_stop)
+        run_dir = train(config)
+    assert not (run_dir / "drafter").exists()
+    for _ in range(2):  # the second time it is complete
+        assert train(with_run(config, resume="auto")) == run_dir
+        assert [line["step"] for line in metrics_of(run_dir)] == [0, 1, 2, 3, 4, 5, 6, 6]
+        assert metrics_of(run_dir)[-1]["held_out/tau"] == metrics_of(undisturbed)[-1]["held_out/tau"]
+        assert (run_dir / "drafter" / "model.safetensors").is_file()
+
+
 def test_the_first_ctrl_c_is_noted_and_the_second_interrupts() -> None:
     with StopSignal() as stop:
         os.kill(os.getpid(), signal.SIGINT)

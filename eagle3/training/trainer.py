@@ -72,7 +72,7 @@ def train(config: TrainConfig) -> Path:
 
     run_dir, state = begin_or_resume(config, inputs, engine)
     run = Run(config, inputs, engine, batches, run_dir, num_steps)
-    if state.step >= num_steps:
+    if state.step >= num_steps and state.validated_step == state.step:
         logger.info("%s is complete: %d of %d steps", run_dir, state.step, num_steps)
     else:
         with open_tracker(run, state) as tracker, StopSignal() as stop:
@@ -86,6 +86,7 @@ def take_steps(run: Run, state: TrainState, tracker: Tracker | None, stop: "Stop
     config, settings, engine = run.config, run.config.run, run.engine
     log = StepLog(config.objective, run.num_steps, run.batches.steps_per_epoch, tracker)
     first_step = saved_step = state.step
+    saved_state = state
     with progress_bars(shown=engine.world.is_main) as bars:
         steps_bar = bars.add_task("steps", total=run.num_steps, completed=state.step)
         while True:
@@ -94,7 +95,8 @@ def take_steps(run: Run, state: TrainState, tracker: Tracker | None, stop: "Stop
             if state.validated_step != state.step and (is_last or state.step % settings.validate_every == 0):
                 state = validate_and_export(run, state, log, bars)
             is_due = is_last or state.step % settings.save_every == 0 or state.best_step == state.step
-            if is_due and state.step > saved_step:
+            # A run that was stopped at its last step comes back for that step's validation.
+            if is_due and (state.step > saved_step or (is_last and state != saved_state)):
                 save(run, state)
                 saved_step = state.step
             if is_last:

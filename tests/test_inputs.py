@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,35 @@ def test_settings_that_cannot_be_trained_are_named_all_at_once(base: TrainConfig
         "  data.held_out_share must be from 0 to 1, got 1.5",
         "  optimizer.betas must be two numbers from 0 to below 1, got [0.9]",
     ]
+
+
+def test_numbers_that_no_run_survives_are_named_all_at_once(base: TrainConfig) -> None:
+    """Infinite, negative, beyond torch's 64 bits, or of no size; a 0 must not mean the target's own size."""
+    wrong = dataclasses.replace(
+        with_data(base, seed=-1, max_tokens=0),
+        draft=dataclasses.replace(base.draft, intermediate_size=0, num_attention_heads=-4, head_dim=7),
+        objective=dataclasses.replace(base.objective, ttt_decay=math.inf),
+        optimizer=dataclasses.replace(base.optimizer, learning_rate=math.inf, weight_decay=-1.0),
+        run=dataclasses.replace(base.run, seed=10**30),
+    )
+    with pytest.raises(UserError) as caught:
+        load_inputs(wrong)
+    assert str(caught.value).splitlines()[1:-1] == [
+        "  data.max_tokens must be at least 1, got 0",
+        "  draft.intermediate_size must be at least 1, got 0",
+        "  draft.num_attention_heads must be at least 1, got -4",
+        "  objective.ttt_decay must be finite, got inf",
+        "  optimizer.learning_rate must be finite, got inf",
+        "  optimizer.weight_decay must be 0 or more, got -1.0",
+        "  data.seed must be from 0 to 4294967296, got -1",
+        f"  run.seed must be from 0 to 4294967296, got {10**30}",
+        "  draft.head_dim must be even, as RoPE turns pairs, got 7",
+    ]
+
+
+def test_no_layers_are_not_the_default_ones(base: TrainConfig) -> None:
+    with pytest.raises(UserError, match=r"target.capture_layers must strictly increase within 0\.\.7 .*, got \[\]"):
+        load_inputs(with_target(base, capture_layers=[]))
 
 
 def test_other_layers_are_refused_with_both_lists(base: TrainConfig) -> None:

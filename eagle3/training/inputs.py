@@ -4,6 +4,7 @@ Everything here is done before the ranks meet: reading a large store takes longe
 """
 
 import logging
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from eagle3.draft.model import Eagle3Drafter
 from eagle3.draft.serving_config import to_serving_config
 from eagle3.draft.target_weights import (
     TargetWeights,
+    check_capture_layers,
     default_capture_layers,
     load_target_config,
     load_target_weights,
@@ -27,6 +29,9 @@ from eagle3.prompts.rendering import end_token_ids, load_tokenizer, tokenizer_di
 from eagle3.training.batches import usable_samples
 
 logger = logging.getLogger(__name__)
+
+DRAFT_SIZES = ("draft_vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+MAX_SEED = 2**32  # times the stride between epochs, it is within torch's 64 bits
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,10 @@ def load_inputs(config: TrainConfig) -> Inputs:
     store = FeatureStore(Path(config.data.path))
     target_path = Path(config.target.path)
     target_config = load_target_config(target_path)
-    capture_layers = config.target.capture_layers or default_capture_layers(target_config["num_hidden_layers"])
+    capture_layers = config.target.capture_layers
+    if capture_layers is None:
+        capture_layers = default_capture_layers(target_config["num_hidden_layers"])
+    check_capture_layers(capture_layers, target_config["num_hidden_layers"])
     tokenizer = load_tokenizer(config.target.path, config.target.trust_remote_code)
     check_same_target(
         store.manifest,
@@ -91,7 +99,10 @@ def check_settings(config: TrainConfig) -> None:
         "run.validate_every": config.run.validate_every,
         "run.log_every": config.run.log_every,
         "run.keep_last": config.run.keep_last,
+        "data.max_tokens": config.data.max_tokens,
     }
+    sizes = {f"draft.{name}": getattr(config.draft, name) for name in DRAFT_SIZES}
+    at_least_one |= {name: size for name, size in sizes.items() if size is not None}
     problems = [f"  {name} must be at least 1, got {value}" for name, value in at_least_one.items() if value < 1]
     optimizer = config.optimizer
     above_zero = {
@@ -100,6 +111,19 @@ def check_settings(config: TrainConfig) -> None:
         "optimizer.max_grad_norm": optimizer.max_grad_norm,
     }
     problems += [f"  {name} must be above 0, got {value}" for name, value in above_zero.items() if not value > 0]
+    for name in ("objective.ttt_decay", "optimizer.learning_rate"):
+        if above_zero[name] == math.inf:
+            problems.append(f"  {name} must be finite, got {above_zero[name]}")
+    if not 0 <= optimizer.weight_decay < math.inf:
+        problems.append(f"  optimizer.weight_decay must be 0 or more, got {optimizer.weight_decay}")
+    seeds = {"data.seed": config.data.seed, "run.seed": config.run.seed}
+    problems += [
+        f"  {name} must be from 0 to {MAX_SEED}, got {value}"
+        for name, value in seeds.items()
+        if not 0 <= value <= MAX_SEED
+    ]
+    if (config.draft.head_dim or 0) % 2:
+        problems.append(f"  draft.head_dim must be even, as RoPE turns pairs, got {config.draft.head_dim}")
     shares = {
         "data.held_out_share": config.data.held_out_share,
         "optimizer.min_learning_rate_ratio": optimizer.min_learning_rate_ratio,

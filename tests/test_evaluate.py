@@ -133,19 +133,27 @@ def test_a_store_is_simulated_with_and_without_the_target_in_this_process(
 
 
 def test_contradicting_settings_are_refused_together(tmp_path: Path, prompts: Path) -> None:
-    bad = {"max_new_tokens": 0, "batch_size": 0, "held_out_share": 1.5, "max_prompts": 0}
+    bad = {"max_new_tokens": 0, "batch_size": 0, "held_out_share": 1.5, "max_prompts": 0, "timed_prompts": -1}
     with pytest.raises(UserError) as error:
         evaluate(settings(tmp_path, prompts, **bad, **{"speculation.num_draft_tokens": 0}))
     message = str(error.value)
     assert "target.path must name the target, got none" in message
     assert "drafter must name a directory in SGLang's format, got null" in message
-    for name in ("speculation.num_draft_tokens", "max_new_tokens", "batch_size", "max_prompts"):
+    for name in ("speculation.num_draft_tokens", "batch_size", "max_prompts"):
         assert f"{name} must be 1 or more, got 0" in message
+    assert "max_new_tokens must be 2 or more, got 0; the first token comes from prefill" in message
+    assert "timed_prompts must be 0 or more, got -1" in message
     assert "held_out_share must be above 0 and at most 1, got 1.5" in message
     with pytest.raises(UserError) as error:
         evaluate(settings(tmp_path, prompts, server="http://host", store="s", compare_untrained="true"))
     assert "target.path must name the target to simulate over a store, got none" in str(error.value)
     assert "compare_untrained must be false with --server, got true" in str(error.value)
+
+
+def test_what_is_wrong_with_out_shows_before_the_work(tmp_path: Path, tiny_target: Path, prompts: Path) -> None:
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(UserError, match=r"run\.json must be JSON with a list of sessions"):
+        evaluate(settings(tmp_path, prompts, drafter=tmp_path / "none", **{"target.path": tiny_target}))
 
 
 def test_a_drafter_of_another_target_is_refused(

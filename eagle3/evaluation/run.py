@@ -34,15 +34,15 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     _check(config)
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
+    write_provenance(out, {"config": config_to_dict(config)})  # before the work: what is wrong with OUT shows now
     report = evaluate_local(config) if config.server is None else evaluate_served(config)
     report = dataclasses.replace(report, peak_memory_bytes=_peak_memory_bytes())
     result = report.to_dict() | {"config": config_to_dict(config), "git": git_state()}
-    write_provenance(out, {"config": config_to_dict(config)})
+    console = Console()
+    report.print(console)
     temporary = out / f"{RESULT_NAME}.tmp"
     temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     os.replace(temporary, out / RESULT_NAME)
-    console = Console()
-    report.print(console)
     console.print(f"All figures: {out / RESULT_NAME}", highlight=False, markup=False)
     return result
 
@@ -103,12 +103,20 @@ def _check(config: EvaluateConfig) -> None:
         problems.append("compare_untrained must be false with --server, got true; the server has one drafter")
     at_least_one = {
         "speculation.num_draft_tokens": config.speculation.num_draft_tokens,
-        "max_new_tokens": config.max_new_tokens,
         "batch_size": config.batch_size,
     }
     if config.max_prompts is not None:
         at_least_one["max_prompts"] = config.max_prompts
     problems += [f"{name} must be 1 or more, got {value}" for name, value in at_least_one.items() if value < 1]
+    if config.max_new_tokens < 2:
+        problems.append(
+            f"max_new_tokens must be 2 or more, got {config.max_new_tokens}; the first token comes from prefill, and "
+            f"only the others take rounds"
+        )
+    if not 0 <= config.seed < 2**63:
+        problems.append(f"seed must be from 0 to below 2**63, got {config.seed}")
+    if config.timed_prompts < 0:
+        problems.append(f"timed_prompts must be 0 or more, got {config.timed_prompts}")
     if config.held_out_share is not None and not 0 < config.held_out_share <= 1:
         problems.append(f"held_out_share must be above 0 and at most 1, got {config.held_out_share}; null takes all")
     if problems:

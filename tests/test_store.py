@@ -395,6 +395,9 @@ def test_a_path_without_a_store_is_refused(tmp_path: Path) -> None:
         (lambda text: text[:40], r"must be JSON with a format_version, got JSONDecodeError"),
         (lambda text: text.replace('"format_version": 1', '"format_version": 7'), r"must be 1, got 7"),
         (lambda text: text.replace('"engine":', '"motor":'), r"must have the fields .*'engine'.*, got .*'motor'"),
+        (lambda text: re.sub(r'"capture_layers": \[[^]]*\]', '"capture_layers": null', text), r"integers, got None"),
+        (lambda text: text.replace(f'"vocab_size": {VOCAB}', '"vocab_size": "x"'), r"vocab_size must be .* got 'x'"),
+        (lambda text: re.sub(r'"generation": \{[^}]*\}', '"generation": 5', text), r"must be an object, got 5"),
     ],
 )
 def test_a_damaged_manifest_is_named(tmp_path: Path, change: Callable[[str], str], message: str) -> None:

@@ -82,6 +82,18 @@ def read_manifest(store_path: Path) -> Manifest:
             f"{MANIFEST_NAME} must have the fields {sorted(known)}, got {sorted(values)} ({path}); "
             f"restore it from a copy"
         )
+    problems = [
+        f"{name} must be {wanted}, got {values[name]!r}"
+        for name, wanted, is_right in (
+            ("capture_layers", "a list of integers", _are_integers(values["capture_layers"])),
+            ("hidden_size", "an integer", _are_integers([values["hidden_size"]])),
+            ("vocab_size", "an integer", _are_integers([values["vocab_size"]])),
+            ("generation", "an object", isinstance(values["generation"], dict)),
+        )
+        if not is_right
+    ]
+    if problems:
+        raise UserError(f"{'; '.join(problems)} ({path}); restore it from a copy")
     return Manifest(**{**values, "capture_layers": tuple(values["capture_layers"])})
 
 
@@ -125,9 +137,8 @@ def check_same_target(
     ]
     if differing:
         raise UserError(
-            f"the features in {store_path} must be those of the target and layers at hand, got others ({target_path}):\n"
-            + "\n".join(differing)
-            + f"\n{advice}"
+            f"the features in {store_path} must be those of the target and layers at hand, got others "
+            f"({target_path}):\n" + "\n".join(differing) + f"\n{advice}"
         )
 
 
@@ -153,6 +164,10 @@ def digest_target_weights(target_path: Path) -> str:
                 file.seek(offset)
                 digest.update(file.read(FINGERPRINT_BYTES))
     return digest.hexdigest()
+
+
+def _are_integers(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, int) for value in values)
 
 
 def _flat(manifest: Manifest) -> dict[str, Any]:

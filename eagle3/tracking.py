@@ -21,6 +21,7 @@ import torch
 import wandb
 
 from eagle3.config import RunConfig, TrackingConfig, UserError
+from eagle3.files import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -86,9 +87,7 @@ def write_provenance(run_dir: Path, facts: Mapping[str, Any]) -> None:
     }
     record = _read_provenance(path)
     record["sessions"].append(session)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    write_whole(path, json.dumps(record, indent=1) + "\n")
 
 
 def _read_provenance(path: Path) -> dict[str, Any]:
@@ -201,9 +200,7 @@ def _keep_lines_until(path: Path, step: int) -> None:
             continue  # cut short by a kill
         if values["step"] <= step:
             kept.append(line + "\n")
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
-    os.replace(temporary, path)
+    write_whole(path, "".join(kept))
 
 
 def _number(path: Path, base: Path) -> int:

@@ -6,7 +6,6 @@ compared with a literal list, in both directions.
 
 import json
 import logging
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from eagle3.draft.serving_config import (
     to_serving_config,
 )
 from eagle3.draft.target_weights import open_tensors, tensor_files
+from eagle3.files import sync
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ def export_drafter(
     (partial / "README.md").write_text(card + _serving_section(drafter.config, target_config), encoding="utf-8")
     save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
     for name in FILE_NAMES:
-        _sync(partial / name)
+        sync(partial / name)
     if directory.exists():
         replaced = directory.with_name(f".{directory.name}.replaced")
         shutil.rmtree(replaced, ignore_errors=True)
@@ -106,7 +106,7 @@ def export_drafter(
         shutil.rmtree(replaced)
     else:
         partial.rename(directory)
-    _sync(directory.parent)
+    sync(directory.parent)
 
 
 def load_drafter(directory: Path, target_config: dict[str, Any]) -> Eagle3Drafter:
@@ -234,11 +234,3 @@ python -m sglang.launch_server --model-path TARGET --speculative-algorithm EAGLE
 
 With `EAGLE` in place of `EAGLE3` nothing is ever accepted, and no error says so.
 """
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import resource
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from eagle3.evaluation.report import Measured, Report, Stopwatch, measure, progr
 from eagle3.evaluation.served import ServedAnswer, ServerFacts, SGLangClient, findings, served_rounds
 from eagle3.evaluation.simulate import open_store, simulate_store
 from eagle3.evaluation.turns import ask_all, select_conversations
+from eagle3.files import write_whole
 from eagle3.prompts.loops import is_looping
 from eagle3.prompts.rendering import end_token_ids, load_tokenizer
 from eagle3.tracking import git_state, write_provenance
@@ -40,9 +40,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     result = report.to_dict() | {"config": config_to_dict(config), "git": git_state()}
     console = Console()
     report.print(console)
-    temporary = out / f"{RESULT_NAME}.tmp"
-    temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, out / RESULT_NAME)
+    write_whole(out / RESULT_NAME, json.dumps(result, indent=1) + "\n")
     console.print(f"All figures: {out / RESULT_NAME}", highlight=False, markup=False)
     return result
 

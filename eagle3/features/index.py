@@ -9,7 +9,6 @@ import os
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TextIO
 
 from eagle3.config import UserError
 from eagle3.features.manifest import read_manifest
@@ -23,6 +22,7 @@ from eagle3.features.shard import (
     shard_number,
     shard_path,
 )
+from eagle3.files import PRIVATE, write_whole
 
 INDEX_NAME = "index.jsonl"  # one line per shard
 SHARD_PATTERN = re.compile(r"shard-\d{5,}\.safetensors")
@@ -65,7 +65,8 @@ def load_index(store_path: Path) -> list[ShardRecord]:
 
 def append_to_index(store_path: Path, record: ShardRecord) -> None:
     """Adds a shard's line, down to the disk."""
-    with _open_private(store_path / INDEX_NAME, os.O_APPEND) as file:
+    descriptor = os.open(store_path / INDEX_NAME, os.O_CREAT | os.O_WRONLY | os.O_APPEND, PRIVATE)
+    with os.fdopen(descriptor, "w") as file:
         file.write(_line(record))
         file.flush()
         os.fsync(file.fileno())
@@ -117,27 +118,8 @@ def verify_store(store_path: Path) -> list[str]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replaces a small file as a whole, down to the disk."""
-    temporary = path.with_suffix(".tmp")
-    with _open_private(temporary, os.O_TRUNC) as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Makes a rename in a directory survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _open_private(path: Path, flags: int) -> TextIO:
-    return os.fdopen(os.open(path, os.O_CREAT | os.O_WRONLY | flags, 0o600), "w")
+    """Replaces a small file of a store as a whole; like all of them it is private."""
+    write_whole(path, text, mode=PRIVATE)
 
 
 def _shard_files(store_path: Path) -> list[Path]:

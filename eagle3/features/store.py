@@ -21,7 +21,6 @@ from eagle3.features.index import (
     ShardRecord,
     append_to_index,
     load_index,
-    sync_directory,
     verify_store,
     write_atomically,
     write_index,
@@ -41,6 +40,7 @@ from eagle3.features.shard import (
     shard_path,
     write_shard,
 )
+from eagle3.files import sync
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class FeatureWriter:
         try:
             entries = write_shard(temporary, self._next_number, self._buffer)
             os.replace(temporary, final)
-            sync_directory(self.path)
+            sync(self.path)
             record = ShardRecord(self._next_number, final.stat().st_size, entries)
             append_to_index(self.path, record)
         except OSError as error:

@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle3.config import TrainConfig, UserError, config_to_dict
-from eagle3.features.index import sync_directory, write_atomically
 from eagle3.features.store import FeatureStore
+from eagle3.files import PRIVATE, sync, write_whole
 from eagle3.training.batches import Position
 
 logger = logging.getLogger(__name__)
@@ -91,10 +91,10 @@ def save_checkpoint(run_dir: Path, tensors: dict[str, Tensor], state: TrainState
         shutil.rmtree(left_over, ignore_errors=True)
     temporary.mkdir(mode=0o700)
     save_file(tensors, temporary / TENSORS_NAME)
-    _sync_file(temporary / TENSORS_NAME)
-    write_atomically(temporary / STATE_NAME, json.dumps(dataclasses.asdict(state), indent=1) + "\n")
+    sync(temporary / TENSORS_NAME)
+    write_whole(temporary / STATE_NAME, json.dumps(dataclasses.asdict(state), indent=1) + "\n", mode=PRIVATE)
     os.replace(temporary, path)
-    sync_directory(run_dir)
+    sync(run_dir)
     return path
 
 
@@ -158,8 +158,3 @@ def _step_of(path: Path) -> int:
 
 def _step_paths(run_dir: Path) -> list[Path]:
     return sorted((path for path in run_dir.glob("step-*") if STEP_PATTERN.fullmatch(path.name)), key=_step_of)
-
-
-def _sync_file(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

@@ -4,12 +4,16 @@ FACTS is a directory that gets one JSON file from each rank; --send sends this p
 """
 
 import argparse
+import gc
 import json
 import os
 import signal
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+from accelerate import Accelerator
+from torch.nn.parallel import DistributedDataParallel
 
 from eagle3.cli import run_command
 from eagle3.config import TrainConfig, load_config
@@ -27,26 +31,36 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_intermixed_args()
     number, signalled_rank, step = arguments.send
-    engines: list[Engine] = []
+    facts: dict[str, Any] = {"num_steps": 0}
 
     def take_noted_step(engine: Engine, batch: StepBatch, **settings: Any) -> StepResult:
-        engines.append(engine)
-        if number and len(engines) == step and engine.world.rank == signalled_rank:
+        facts["num_steps"] += 1
+        if number and facts["num_steps"] == step and engine.world.rank == signalled_rank:
             os.kill(os.getpid(), signal.Signals(number))
-        return take_step(engine, batch, **settings)
+        result = take_step(engine, batch, **settings)
+        facts.update(
+            rank=engine.world.rank,
+            setup=str(engine.setup),
+            world_size=engine.world.size,
+            global_steps=engine.model.global_steps if engine.uses_deepspeed else None,
+            wrapper=type(engine.model).__name__,
+            dtypes=sorted({str(parameter.dtype) for parameter in engine.module.parameters()}),
+        )
+        return result
 
-    with mock.patch.object(trainer, "take_step", take_noted_step):
+    end_training = Accelerator.end_training
+
+    def end_noted_training(accelerator: Accelerator) -> None:
+        # Through type(), for some of what lives is a proxy whose isinstance imports what it stands for.
+        facts["num_ddp_at_end"] = sum(type(each) is DistributedDataParallel for each in gc.get_objects())
+        end_training(accelerator)
+
+    with (
+        mock.patch.object(trainer, "take_step", take_noted_step),
+        mock.patch.object(Accelerator, "end_training", end_noted_training),
+    ):
         trainer.train(load_config(TrainConfig, arguments.config, arguments.overrides))
-    engine = engines[-1]
-    facts = {
-        "setup": str(engine.setup),
-        "world_size": engine.world.size,
-        "num_steps": len(engines),
-        "global_steps": engine.model.global_steps if engine.uses_deepspeed else None,
-        "wrapper": type(engine.model).__name__,
-        "dtypes": sorted({str(parameter.dtype) for parameter in engine.module.parameters()}),
-    }
-    (arguments.facts / f"rank{engine.world.rank}.json").write_text(json.dumps(facts))
+    (arguments.facts / f"rank{facts['rank']}.json").write_text(json.dumps(facts))
 
 
 if __name__ == "__main__":

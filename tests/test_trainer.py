@@ -235,6 +235,7 @@ def test_two_ranks_stop_together_and_deepspeed_goes_on_alone(
     config = with_batch_tokens(with_run(base, dir=str(tmp_path / "run")), 20)
     facts = launch_worker(TWO_RANKS, config, tmp_path, "--send", str(int(signal.SIGTERM)), "1", "4")
     assert [(each["setup"], each["wrapper"]) for each in facts] == [("DDP over 2 ranks", "DistributedDataParallel")] * 2
+    assert [each["num_ddp_at_end"] for each in facts] == [0, 0]  # else ending the process group may hang
     stopped_after = facts[0]["num_steps"]
     assert 4 <= stopped_after < STEPS
     assert (tmp_path / "run" / f"step-{stopped_after:06d}").is_dir()

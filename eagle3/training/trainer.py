@@ -10,6 +10,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 import torch
+from accelerate import Accelerator
 from rich.progress import Progress
 
 from eagle3.config import TrainConfig, config_to_dict
@@ -24,7 +25,7 @@ from eagle3.training.checkpoints import (
     prune_checkpoints,
     save_checkpoint,
 )
-from eagle3.training.distributed import check_same, from_main, quiet_other_ranks, start
+from eagle3.training.distributed import World, check_same, from_main, quiet_other_ranks, start
 from eagle3.training.engine import Engine, TTTModule
 from eagle3.training.inputs import Inputs, load_inputs
 from eagle3.training.model_card import model_card
@@ -60,6 +61,16 @@ def train(config: TrainConfig) -> Path:
     quiet_other_ranks()
     inputs = load_inputs(config)
     accelerator, world = start(config)
+    run_dir = train_among_ranks(config, inputs, accelerator, world)
+    # Nothing of the run holds DDP any more. Its reducer must not be the last to hold the process group: it would end
+    # gloo's threads with the GIL held, which one of them may be waiting for.
+    accelerator.free_memory()
+    accelerator.end_training()
+    return run_dir
+
+
+def train_among_ranks(config: TrainConfig, inputs: Inputs, accelerator: Accelerator, world: World) -> Path:
+    """Trains as one of the ranks, which have met; returns the run's directory."""
     target = inputs.target.to(world.device, TARGET_DTYPES[config.target.dtype])
     module = TTTModule(inputs.drafter, target, config.objective, bf16=config.run.mixed_precision == "bf16")
     engine = Engine(config, accelerator, world, module)
@@ -77,7 +88,6 @@ def train(config: TrainConfig) -> Path:
     else:
         with open_tracker(run, state) as tracker, StopSignal() as stop:
             take_steps(run, state, tracker, stop)
-    accelerator.end_training()
     return run_dir
 
 

@@ -78,7 +78,8 @@ class StoreConfig:
     """Where captured features go."""
 
     path: str  # a directory
-    shard_bytes: int = 256 * 2**20  # a shard is written when its samples reach this size; a kill loses at most one
+    codec: Literal["exact", "int8", "fp8"] = "exact"  # exact: the target's dtype; the others take a byte a number
+    shard_bytes: int = 256 * 2**20  # a shard is written when its samples reach this size; a kill loses at most two
     quota_bytes: int | None = None  # stop cleanly, resumable, before the store grows past it; null: free disk only
     last_rows: Literal["supervised", "all"] = "supervised"  # which rows keep their last hidden state
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eagle3.config import StoreConfig, UserError
+from eagle3.features.codec import Codec, state_bytes
 from eagle3.features.shard import ENTRY_BYTES, HEADER_BYTES
 
-STATE_BYTES = {"bf16": 2, "fp32": 4}
 TOKEN_BYTES = 4 + 1  # id, mask
 LAST_ROW_BYTES = 4 + 4  # row number, target_logz
 
@@ -80,7 +80,7 @@ def plan_extraction(
     *,
     hidden_size: int,
     num_aux: int,
-    codec: str,
+    codec: Codec,
     is_bound: bool,
     num_stored: int = 0,
     stored_bytes: int = 0,
@@ -88,8 +88,8 @@ def plan_extraction(
     """Adds up what the samples of `sizes`, none of them stored yet, will take."""
     num_tokens = sum(size.num_tokens for size in sizes)
     num_last = num_tokens if store.last_rows == "all" else sum(size.num_supervised for size in sizes)
-    state_bytes = hidden_size * STATE_BYTES[codec]
-    num_bytes = num_tokens * (TOKEN_BYTES + num_aux * state_bytes) + num_last * (LAST_ROW_BYTES + state_bytes)
+    num_state_bytes = state_bytes(codec, hidden_size)
+    num_bytes = num_tokens * (TOKEN_BYTES + num_aux * num_state_bytes) + num_last * (LAST_ROW_BYTES + num_state_bytes)
     num_bytes += len(sizes) * ENTRY_BYTES
     num_bytes += (1 + num_bytes // store.shard_bytes) * HEADER_BYTES if sizes else 0
     path = Path(store.path)

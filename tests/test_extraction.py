@@ -23,7 +23,8 @@ from eagle3.capture.pipeline import batches_by_length
 from eagle3.cli import run_command
 from eagle3.config import ExtractConfig, PromptsConfig, RegenerateConfig, StoreConfig, TargetConfig, UserError
 from eagle3.features.record import FeatureSample, supervised_rows
-from eagle3.features.store import FeatureStore, QuotaReached
+from eagle3.features.store import FeatureStore
+from eagle3.features.writer import QuotaReached
 from eagle3.prompts.rendering import ChatRenderer, load_tokenizer
 
 LAYERS = [2, 4, 5]
@@ -138,6 +139,22 @@ def test_the_manifest_says_where_the_features_come_from(tiny_target: Path, tmp_p
     parity = json.loads((tmp_path / "store" / "parity.json").read_text())
     assert parity["agreement"] == parity["recorded_agreement"] == 1.0
     assert max(parity["relative_error"]) < 1e-4
+
+
+def test_a_coded_store_has_the_states_of_an_exact_one_but_for_rounding(tiny_target: Path, tmp_path: Path) -> None:
+    exact = make_config(tiny_target, tmp_path)
+    run_extraction(exact)
+    coded = replace(exact, store=replace(exact.store, path=str(tmp_path / "coded"), codec="int8"))
+    run_extraction(coded)
+    assert FeatureStore(tmp_path / "coded").manifest.codec == "int8"
+    for name, sample in contents(tmp_path / "store").items():
+        seen = contents(tmp_path / "coded")[name]
+        assert torch.equal(seen.input_ids, sample.input_ids)
+        error = (seen.aux_hidden_states - sample.aux_hidden_states).norm() / sample.aux_hidden_states.norm()
+        assert 0 < error < 0.01, error
+        assert seen.target_logz is not None
+        assert sample.target_logz is not None
+        assert torch.equal(seen.target_logz, sample.target_logz)  # of the states before they were coded
 
 
 KILLED_RUN = """

@@ -13,7 +13,8 @@ from tiny_training import tiny_config, write_target_and_store
 
 from eagle3.config import TrainConfig, UserError
 from eagle3.draft.target_weights import load_target_weights
-from eagle3.features.store import FeatureStore, FeatureWriter
+from eagle3.features.store import FeatureStore
+from eagle3.features.writer import FeatureWriter
 from eagle3.training.inputs import load_inputs
 
 

@@ -11,7 +11,7 @@ import torch
 from eagle3.config import StoreConfig, UserError
 from eagle3.features.manifest import Manifest
 from eagle3.features.record import FeatureSample, supervised_rows
-from eagle3.features.store import FeatureWriter
+from eagle3.features.writer import FeatureWriter
 from eagle3.plan import ExtractionPlan, SampleSize, plan_extraction, readable_bytes
 
 

@@ -19,7 +19,7 @@ from eagle3.config import (
 from eagle3.draft.target_weights import load_target_weights
 from eagle3.features.manifest import Manifest, digest_target_config, digest_target_weights
 from eagle3.features.record import FeatureSample
-from eagle3.features.store import FeatureWriter
+from eagle3.features.writer import FeatureWriter
 from eagle3.prompts.rendering import load_tokenizer, tokenizer_digest
 
 LAYERS = (2, 4, 5)

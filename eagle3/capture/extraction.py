@@ -19,8 +19,10 @@ from eagle3.capture.parity import TargetFacts, read_target
 from eagle3.capture.pipeline import QUARANTINE_NAME, REJECTED_NAME, ExtractionReport, Pipeline
 from eagle3.capture.selection import TooLong, select_rows
 from eagle3.config import ExtractConfig, UserError
+from eagle3.features.codec import EXACT_CODECS, Codec
 from eagle3.features.index import write_atomically
 from eagle3.features.manifest import (
+    DTYPES,
     MANIFEST_NAME,
     Manifest,
     check_same_capture,
@@ -28,7 +30,8 @@ from eagle3.features.manifest import (
     digest_target_weights,
     read_manifest,
 )
-from eagle3.features.store import FeatureStore, FeatureWriter
+from eagle3.features.store import FeatureStore
+from eagle3.features.writer import FeatureWriter
 from eagle3.plan import SampleSize, plan_extraction, readable_bytes
 from eagle3.prompts.conversations import BadRow
 from eagle3.prompts.rendering import ChatRenderer, load_tokenizer, tokenizer_digest
@@ -146,7 +149,7 @@ def build_manifest(
         engine_version=transformers.__version__,
         capture_layers=tuple(facts.capture_layers),
         dtype=config.target.dtype,
-        codec="bf16" if config.target.dtype == "bfloat16" else "fp32",
+        codec=store_codec(config),
         hidden_size=facts.hidden_size,
         vocab_size=facts.vocab_size,
         tokenizer_digest=tokenizer_digest(tokenizer),
@@ -156,6 +159,11 @@ def build_manifest(
         generation=generation if regenerate.enabled else {},
         git_commit=f"{git['commit']}{'+changes' if git['dirty'] else ''}" if git["commit"] else None,
     )
+
+
+def store_codec(config: ExtractConfig) -> Codec:
+    """Returns the codec of an extraction's store."""
+    return EXACT_CODECS[DTYPES[config.target.dtype]] if config.store.codec == "exact" else config.store.codec
 
 
 def _check_plan(

@@ -23,7 +23,7 @@ from eagle3.capture.selection import Row
 from eagle3.config import ExtractConfig, UserError
 from eagle3.features.index import write_atomically
 from eagle3.features.record import FeatureSample, supervised_rows
-from eagle3.features.store import FeatureWriter
+from eagle3.features.writer import FeatureWriter
 from eagle3.prompts.conversations import BadRow
 from eagle3.prompts.rendering import ChatRenderer
 

@@ -1,80 +1,113 @@
 """Which sample lies where, made again from the shards whenever it does not fit them.
 
 A reader that finds a shard without its line reads the shard's header instead, so a kill between writing a shard and
-writing its line loses nothing.
+writing its line loses nothing. Each writer of a store has an index of its own; a reader takes them all.
 """
 
 import json
 import os
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from eagle3.config import UserError
-from eagle3.features.manifest import read_manifest
-from eagle3.features.shard import (
-    REPAIR,
-    IndexEntry,
-    open_shard,
-    read_entries,
-    read_sample,
-    sample_checksum,
-    shard_number,
-    shard_path,
-)
+from eagle3.features.location import Location
+from eagle3.features.manifest import load_manifest
+from eagle3.features.shard import REPAIR, IndexEntry, Shard, shard_name, shard_number
 from eagle3.files import PRIVATE, write_whole
 
-INDEX_NAME = "index.jsonl"  # one line per shard
+INDEX_NAME = "index.jsonl"  # one line per shard; of the first writer
+INDEX_PATTERN = re.compile(r"index(-\d+)?\.jsonl")
 SHARD_PATTERN = re.compile(r"shard-\d{5,}\.safetensors")
 
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """One line of the index."""
+    """One line of an index."""
 
     number: int
     num_bytes: int  # of the file
     entries: list[IndexEntry]
 
 
-def load_index(store_path: Path) -> list[ShardRecord]:
-    """Returns the shards of a store in order, from the index where it has them, else from their headers.
+def index_name(writer: int) -> str:
+    """Returns the file that writer 0, 1, ... keeps its index in."""
+    return INDEX_NAME if writer == 0 else f"index-{writer}.jsonl"
+
+
+def load_index(location: Location) -> list[ShardRecord]:
+    """Returns the shards of a store in order, from its indexes where they have them, else from their headers.
 
     Raises:
         UserError: a shard is truncated, unreadable, missing or misnamed.
     """
-    indexed = {record.number: record for record in _read_lines(store_path)}
+    # Lines before files: a shard that another writer adds in between has no line yet, and is read from its header.
+    names = sorted(name for name in location.sizes() if INDEX_PATTERN.fullmatch(name))
+    indexed = {record.number: record for name in names for record in read_lines(location, name)}
     records = []
-    for path in _shard_files(store_path):
-        record = indexed.pop(shard_number(path), None) or _read_record(path)
-        num_bytes = path.stat().st_size
+    for number, num_bytes in shard_sizes(location).items():
+        record = indexed.pop(number, None)
+        if record is None:
+            record = ShardRecord(number, num_bytes, Shard(location, number, num_bytes).entries)
         if num_bytes != record.num_bytes:
             raise UserError(
-                f"a shard must have the {record.num_bytes} bytes that were written, got {num_bytes} ({path}); {REPAIR}"
+                f"a shard must have the {record.num_bytes} bytes that were written, got {num_bytes} "
+                f"({location.file(shard_name(number))}); {REPAIR}"
             )
         records.append(record)
     if indexed:
-        names = ", ".join(shard_path(store_path, number).name for number in sorted(indexed))
+        missing = ", ".join(shard_name(number) for number in sorted(indexed))
         num_samples = sum(len(record.entries) for record in indexed.values())
         raise UserError(
-            f"every shard of {INDEX_NAME} must be there, got none of {names} ({store_path}); restore them, or delete "
-            f"{INDEX_NAME} to go on without their {num_samples} samples"
+            f"every shard of {INDEX_NAME} must be there, got none of {missing} ({location}); restore them, or delete "
+            f"{', '.join(names)} to go on without their {num_samples} samples"
         )
     return records
 
 
-def append_to_index(store_path: Path, record: ShardRecord) -> None:
+def read_lines(location: Location, name: str) -> list[ShardRecord]:
+    """Returns the whole lines of one index; what is damaged is in the shards' headers."""
+    records = []
+    for line in location.read(name).splitlines():
+        try:
+            values = json.loads(line)
+            number = values["shard"]
+            entries = [IndexEntry(shard=number, **entry) for entry in values["samples"]]
+            records.append(ShardRecord(number, values["num_bytes"], entries))
+        except (ValueError, TypeError, KeyError):
+            continue  # cut short by a kill, or damaged
+    return records
+
+
+def shard_sizes(location: Location) -> dict[int, int]:
+    """Returns the bytes of each shard file, by number and in order.
+
+    Raises:
+        UserError: a file is called like a shard but for its number.
+    """
+    sizes = {n: size for n, size in location.sizes().items() if n.startswith("shard-") and n.endswith(".safetensors")}
+    strangers = sorted(name for name in sizes if not SHARD_PATTERN.fullmatch(name))
+    if strangers:
+        raise UserError(
+            f"shards must be named shard-NNNNN.safetensors, got {', '.join(strangers)} ({location}); "
+            f"move such files away"
+        )
+    return dict(sorted((shard_number(name), size) for name, size in sizes.items()))
+
+
+def append_to_index(store_path: Path, writer: int, record: ShardRecord) -> None:
     """Adds a shard's line, down to the disk."""
-    descriptor = os.open(store_path / INDEX_NAME, os.O_CREAT | os.O_WRONLY | os.O_APPEND, PRIVATE)
+    descriptor = os.open(store_path / index_name(writer), os.O_CREAT | os.O_WRONLY | os.O_APPEND, PRIVATE)
     with os.fdopen(descriptor, "w") as file:
         file.write(_line(record))
         file.flush()
         os.fsync(file.fileno())
 
 
-def write_index(store_path: Path, records: list[ShardRecord]) -> None:
-    """Writes the whole index anew."""
-    write_atomically(store_path / INDEX_NAME, "".join(map(_line, records)))
+def write_index(store_path: Path, records: Iterable[ShardRecord], writer: int = 0) -> None:
+    """Writes a writer's whole index anew."""
+    write_atomically(store_path / index_name(writer), "".join(map(_line, records)))
 
 
 def rebuild_index(store_path: Path) -> None:
@@ -83,37 +116,26 @@ def rebuild_index(store_path: Path) -> None:
     Raises:
         UserError: a shard is damaged.
     """
-    write_index(store_path, [_read_record(path) for path in _shard_files(store_path)])
+    location = Location(store_path)
+    shards = [(number, size, Shard(location, number, size)) for number, size in shard_sizes(location).items()]
+    for path in store_path.glob("index-*.jsonl"):
+        path.unlink()
+    write_index(store_path, [ShardRecord(number, size, shard.entries) for number, size, shard in shards])
 
 
-def verify_store(store_path: Path) -> list[str]:
-    """Reads every byte of a store and returns what is wrong, one sentence each."""
+def verify_store(where: Path | str, advance: Callable[[int], None] = lambda num_bytes: None) -> list[str]:
+    """Reads every byte of a store and returns what is wrong, one sentence each; `advance` is told of shards done."""
     try:
-        read_manifest(store_path)
-        records = load_index(store_path)
+        location = Location(where)
+        load_manifest(location)
+        records = load_index(location)
     except UserError as error:
         return [str(error)]
     problems = []
     seen: set[str] = set()
     for record in records:
-        path = shard_path(store_path, record.number)
-        try:
-            entries, mapped = read_entries(path), open_shard(path)
-        except UserError as error:
-            problems.append(str(error))
-            continue
-        if entries != record.entries:
-            problems.append(f"the index must list the samples of its shards, got others ({path}); delete {INDEX_NAME}")
-        for entry in entries:
-            if entry.sample_id in seen:
-                problems.append(f"a sample must be stored once, got {entry.sample_id!r} again ({path}); {REPAIR}")
-            seen.add(entry.sample_id)
-            checksum = sample_checksum(read_sample(mapped, entry))
-            if checksum != entry.checksum:
-                problems.append(
-                    f"sample {entry.sample_id!r} must have the checksum {entry.checksum}, got {checksum} ({path}); "
-                    f"{REPAIR}"
-                )
+        problems += _verify_shard(location, record, seen)
+        advance(record.num_bytes)
     return problems
 
 
@@ -122,33 +144,31 @@ def write_atomically(path: Path, text: str) -> None:
     write_whole(path, text, mode=PRIVATE)
 
 
-def _shard_files(store_path: Path) -> list[Path]:
-    paths = list(store_path.glob("shard-*.safetensors"))
-    strangers = sorted(path.name for path in paths if not SHARD_PATTERN.fullmatch(path.name))
-    if strangers:
-        raise UserError(
-            f"shards must be named shard-NNNNN.safetensors, got {', '.join(strangers)} ({store_path}); "
-            f"move such files away"
+def _verify_shard(location: Location, record: ShardRecord, seen: set[str]) -> list[str]:
+    try:
+        shard = Shard(location, record.number, record.num_bytes)
+    except UserError as error:
+        return [str(error)]
+    problems = []
+    if shard.entries != record.entries:
+        problems.append(
+            f"the index must list the samples of its shards, got others ({shard.file}); delete {INDEX_NAME}"
         )
-    return sorted(paths, key=shard_number)
-
-
-def _read_lines(store_path: Path) -> list[ShardRecord]:
-    path = store_path / INDEX_NAME
-    records = []
-    for line in path.read_bytes().splitlines() if path.exists() else []:
+    for entry in shard.entries:
+        if entry.sample_id in seen:
+            problems.append(f"a sample must be stored once, got {entry.sample_id!r} again ({shard.file}); {REPAIR}")
+        seen.add(entry.sample_id)
         try:
-            values = json.loads(line)
-            number = values["shard"]
-            entries = [IndexEntry(shard=number, **entry) for entry in values["samples"]]
-            records.append(ShardRecord(number, values["num_bytes"], entries))
-        except (ValueError, TypeError, KeyError):
-            continue  # cut short by a kill, or damaged: the shard's header has it
-    return records
-
-
-def _read_record(path: Path) -> ShardRecord:
-    return ShardRecord(shard_number(path), path.stat().st_size, read_entries(path))
+            checksum = shard.read_sample(entry).checksum()
+        except UserError as error:
+            problems.append(str(error))
+            continue
+        if checksum != entry.checksum:
+            problems.append(
+                f"sample {entry.sample_id!r} must have the checksum {entry.checksum}, got {checksum} ({shard.file}); "
+                f"{REPAIR}"
+            )
+    return problems
 
 
 def _line(record: ShardRecord) -> str:

@@ -10,11 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import xxhash
 
 from eagle3.config import UserError
+from eagle3.features.codec import CODE_DTYPES, Codec
+from eagle3.features.location import Location
 
 FORMAT_VERSION = 1
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 MANIFEST_NAME = "manifest.json"
 PROVENANCE_ONLY = {"git_commit"}
 # Written by whatever saved the config last; says nothing about the model.
@@ -35,7 +39,7 @@ class Manifest:
     engine_version: str
     capture_layers: tuple[int, ...]  # boundaries: the state entering layer k, 0-based
     dtype: str  # of the running target
-    codec: Literal["bf16", "fp32"]  # of the stored states
+    codec: Codec  # of the stored states
     hidden_size: int  # D
     vocab_size: int  # V
     tokenizer_digest: str
@@ -58,14 +62,23 @@ def read_manifest(store_path: Path) -> Manifest:
     Raises:
         UserError: there is no store, or it is of another format, or its manifest is damaged.
     """
-    path = store_path / MANIFEST_NAME
-    if not path.is_file():
+    return load_manifest(Location(store_path))
+
+
+def load_manifest(location: Location) -> Manifest:
+    """Reads the manifest of a store that may lie anywhere.
+
+    Raises:
+        UserError: as `read_manifest`.
+    """
+    path = location.file(MANIFEST_NAME)
+    if MANIFEST_NAME not in location.sizes():
         raise UserError(
-            f"a feature store must hold {MANIFEST_NAME}, got a path without one ({store_path}); "
+            f"a feature store must hold {MANIFEST_NAME}, got a path without one ({location}); "
             f"make the store with extract.py, or correct the path"
         )
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(location.read(MANIFEST_NAME))
         version = values["format_version"]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
@@ -88,6 +101,8 @@ def read_manifest(store_path: Path) -> Manifest:
             ("capture_layers", "a list of integers", _are_integers(values["capture_layers"])),
             ("hidden_size", "an integer", _are_integers([values["hidden_size"]])),
             ("vocab_size", "an integer", _are_integers([values["vocab_size"]])),
+            ("codec", f"one of {', '.join(CODE_DTYPES)}", values["codec"] in list(CODE_DTYPES)),
+            ("dtype", f"one of {', '.join(DTYPES)}", values["dtype"] in list(DTYPES)),
             ("generation", "an object", isinstance(values["generation"], dict)),
         )
         if not is_right
@@ -118,7 +133,7 @@ def check_same_capture(stored: Manifest, wanted: Manifest, store_path: Path) -> 
 
 
 def check_same_target(
-    manifest: Manifest, store_path: Path, target_path: Path, *, expected: Mapping[str, Any], advice: str
+    manifest: Manifest, store_path: Path | str, target_path: Path, *, expected: Mapping[str, Any], advice: str
 ) -> None:
     """Compares what a store says of its target with the target at hand, and with `expected` values of other fields.
 

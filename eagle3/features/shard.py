@@ -5,33 +5,32 @@ Its header carries the samples' entries, so the shards alone are the store: ever
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from eagle3.config import UserError
-from eagle3.features.record import FeatureSample
+from eagle3.features.location import Location, Piece
+from eagle3.features.stored import COLUMNS, LAST_COLUMNS, StoredSample, bytes_of
 
-# In the order of the file: four-byte fields first, so that each field is aligned to its own width.
-FIELDS = (
-    "input_ids",
-    "last_rows",
-    "target_logprobs",
-    "target_logz",
-    "aux_hidden_states",
-    "last_hidden_states",
-    "loss_mask",
-)
-LAST_FIELDS = ("last_rows", "target_logz", "last_hidden_states")  # R rows; the others have T
-SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int32: "I32", torch.bool: "BOOL"}
+SAFETENSORS_DTYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.bool: "BOOL",
+}
+TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 # Upper bounds: a sample's entry without its id, a character of the id escaped twice, the rest of the header.
 ENTRY_BYTES, ID_CHARACTER_BYTES, HEADER_BYTES = 400, 14, 2048
-REPAIR = "restore it from a copy, or delete it and index.jsonl and run the same extraction again"
+LARGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
+REPAIR = "restore it from a copy, or delete it and index*.jsonl and run the same extraction again"
 
 
 @dataclass(frozen=True)
@@ -40,44 +39,54 @@ class IndexEntry:
 
     sample_id: str
     shard: int
-    offset: int  # its first row in the fields of T rows
+    offset: int  # its first row in the columns of T rows
     num_tokens: int  # T
-    last_offset: int  # its first row in the fields of R rows
+    last_offset: int  # its first row in the columns of R rows
     num_last: int  # R
     num_supervised: int  # tokens under the loss mask
-    checksum: str  # see `sample_checksum`
+    checksum: str  # see `StoredSample.checksum`
+
+
+@dataclass(frozen=True)
+class Column:
+    """One tensor of a shard."""
+
+    dtype: torch.dtype
+    num_rows: int
+    row_shape: tuple[int, ...]
+    begin: int  # byte of the file
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return self.dtype.itemsize * (self.row_shape[0] if self.row_shape else 1)
+
+
+def shard_name(number: int) -> str:
+    """Returns the file name of a shard."""
+    return f"shard-{number:05d}.safetensors"
 
 
 def shard_path(store_path: Path, number: int) -> Path:
     """Returns where shard `number` of a store lies."""
-    return store_path / f"shard-{number:05d}.safetensors"
+    return store_path / shard_name(number)
 
 
-def shard_number(path: Path) -> int:
+def shard_number(name: str) -> int:
     """Returns the number in a shard's file name."""
-    return int(path.stem.removeprefix("shard-"))
+    return int(name.removeprefix("shard-").removesuffix(".safetensors"))
 
 
-def sample_num_bytes(sample: FeatureSample) -> int:
+def sample_num_bytes(sample: StoredSample) -> int:
     """Returns an upper bound of the bytes that a sample adds to a shard."""
-    data_bytes = sum(tensor.nbytes for tensor in _fields(sample).values())
-    return data_bytes + ENTRY_BYTES + ID_CHARACTER_BYTES * len(sample.sample_id)
+    return sample.num_bytes + ENTRY_BYTES + ID_CHARACTER_BYTES * len(sample.sample_id)
 
 
-def sample_checksum(sample: FeatureSample) -> str:
-    """Returns the xxh3_128 hex digest of a sample's id and fields."""
-    digest = xxhash.xxh3_128(sample.sample_id.encode())
-    for name, tensor in _fields(sample).items():
-        digest.update(name.encode())
-        digest.update(_bytes_of(tensor))
-    return digest.hexdigest()
-
-
-def write_shard(path: Path, number: int, samples: list[FeatureSample]) -> list[IndexEntry]:
-    """Writes samples with the same fields to a new file, down to the disk, and returns their entries."""
+def write_shard(path: Path, number: int, samples: Sequence[StoredSample]) -> list[IndexEntry]:
+    """Writes samples with the same columns to a new file, down to the disk, and returns their entries."""
     entries = _entries(number, samples)
     stored = [{name: value for name, value in asdict(entry).items() if name != "shard"} for entry in entries]
-    columns = {name: [_fields(sample)[name] for sample in samples] for name in _fields(samples[0])}
+    columns = {name: [sample.columns[name] for sample in samples] for name in samples[0].columns}
     header: dict[str, Any] = {"__metadata__": {"samples": json.dumps(stored)}}
     begin = 0
     for name, tensors in columns.items():
@@ -94,66 +103,120 @@ def write_shard(path: Path, number: int, samples: list[FeatureSample]) -> list[I
         file.write(len(header_bytes).to_bytes(8, "little") + header_bytes)
         for tensors in columns.values():
             for tensor in tensors:
-                file.write(_bytes_of(tensor))
+                file.write(bytes_of(tensor))
         file.flush()
         os.fsync(file.fileno())
     return entries
 
 
-def open_shard(path: Path) -> Any:
-    """Maps a shard; its slices are views of the page cache until they are cloned.
+class Shard:
+    """A shard whose header has been read; owns nothing, each read opens the file for itself."""
 
-    Raises:
-        UserError: the file is truncated or not in the format.
-    """
-    try:
-        return safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"a shard must be a whole safetensors file, got {str(error)!r} ({path}); {REPAIR}") from error
+    def __init__(self, location: Location, number: int, num_bytes: int) -> None:
+        """Reads the header of a file of `num_bytes`.
+
+        Raises:
+            UserError: the file is truncated, not in the format, or lists no samples.
+        """
+        self.number = number
+        self._location = location
+        self._name = shard_name(number)
+        self.file = location.file(self._name)
+        header = self._read_header(num_bytes)
+        try:
+            listed = json.loads(header.pop("__metadata__")["samples"])
+            self.entries = [IndexEntry(shard=number, **values) for values in listed]
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"a shard's header must list its samples, got {error!r} ({self.file}); {REPAIR}") from error
+        data_begin = num_bytes - max((each["data_offsets"][1] for each in header.values()), default=0)
+        self.columns = {name: _column(header[name], data_begin) for name in COLUMNS if name in header}
+
+    def read_sample(self, entry: IndexEntry) -> StoredSample:
+        """Reads all columns of a sample."""
+        columns = {name: self.empty_rows(name, self.rows_of(name, entry)[1]) for name in self.columns}
+        self.read_into(entry, columns)
+        return StoredSample(entry.sample_id, columns)
+
+    def read_into(self, entry: IndexEntry, columns: dict[str, Tensor]) -> None:
+        """Copies a sample's rows of some columns into tensors of their shapes, which must be contiguous."""
+        self._read([(name, *self.rows_of(name, entry), tensor) for name, tensor in columns.items()])
+
+    def read_column(self, name: str) -> Tensor:
+        """Reads a column of all samples."""
+        tensor = self.empty_rows(name, self.columns[name].num_rows)
+        self._read([(name, 0, tensor.shape[0], tensor)])
+        return tensor
+
+    def empty_rows(self, name: str, num_rows: int) -> Tensor:
+        """Returns memory for rows of a column."""
+        return torch.empty(num_rows, *self.columns[name].row_shape, dtype=self.columns[name].dtype)
+
+    @staticmethod
+    def rows_of(name: str, entry: IndexEntry) -> tuple[int, int]:
+        """Returns the first row and the number of rows of a sample in a column."""
+        is_last = name in LAST_COLUMNS
+        return (entry.last_offset, entry.num_last) if is_last else (entry.offset, entry.num_tokens)
+
+    def _read(self, wanted: list[tuple[str, int, int, Tensor]]) -> None:
+        pieces = []
+        for name, first, count, tensor in wanted:
+            column = self.columns[name]
+            if first < 0 or count < 0 or first + count > column.num_rows:
+                raise UserError(
+                    f"rows of {name} must be within the {column.num_rows} of its shard, got {first} to "
+                    f"{first + count} ({self.file}); {REPAIR}"
+                )
+            assert tensor.is_contiguous(), name
+            assert tensor.dtype == column.dtype, (name, tensor.dtype, column.dtype)
+            assert tensor.shape == (count, *column.row_shape), (name, tensor.shape, count, column.row_shape)
+            if count:
+                pieces.append(Piece(column.begin + first * column.row_bytes, bytes_of(tensor)))
+        try:
+            self._location.read_into(self._name, pieces)
+        except (EOFError, FileNotFoundError) as error:
+            raise UserError(f"a shard must be a whole file, got {error} ({self.file}); {REPAIR}") from error
+
+    def _read_header(self, num_bytes: int) -> dict[str, Any]:
+        try:
+            header_bytes = int.from_bytes(self._bytes(0, 8, num_bytes), "little")
+            if not 0 < header_bytes <= LARGEST_HEADER:
+                raise ValueError(f"a header of {header_bytes} bytes")
+            header: dict[str, Any] = json.loads(self._bytes(8, header_bytes, num_bytes))
+            columns = [value for name, value in header.items() if name != "__metadata__"]
+            seen = 8 + header_bytes + max((each["data_offsets"][1] for each in columns), default=0)
+            if seen != num_bytes:
+                raise ValueError(f"a header for {seen} bytes in a file of {num_bytes}")
+            for value in columns:
+                _column(value, 0)
+        except (EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError, FileNotFoundError) as error:
+            raise UserError(
+                f"a shard must be a whole safetensors file, got {error!r} ({self.file}); {REPAIR}"
+            ) from error
+        return header
+
+    def _bytes(self, offset: int, count: int, num_bytes: int) -> bytes:
+        if offset + count > num_bytes:
+            raise EOFError(f"{num_bytes} bytes")
+        content = bytearray(count)
+        self._location.read_into(self._name, [Piece(offset, memoryview(content))])
+        return bytes(content)
 
 
-def read_entries(path: Path) -> list[IndexEntry]:
-    """Reads a shard's entries from its header.
-
-    Raises:
-        UserError: the file is truncated or holds no entries.
-    """
-    return entries_of(open_shard(path), path)
-
-
-def entries_of(shard: Any, path: Path) -> list[IndexEntry]:
-    """Returns the entries in the header of a mapped shard.
-
-    Raises:
-        UserError: it holds none.
-    """
-    metadata = shard.metadata() or {}
-    try:
-        return [IndexEntry(shard=shard_number(path), **values) for values in json.loads(metadata["samples"])]
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"a shard's header must list its samples, got {error!r} ({path}); {REPAIR}") from error
+def _column(value: dict[str, Any], data_begin: int) -> Column:
+    num_rows, *row_shape = value["shape"]
+    begin, end = value["data_offsets"]
+    column = Column(TORCH_DTYPES[value["dtype"]], num_rows, tuple(row_shape), data_begin + begin)
+    if len(row_shape) > 1 or column.row_bytes * num_rows != end - begin:
+        raise ValueError(f"{value['dtype']} of shape {value['shape']} in {end - begin} bytes")
+    return column
 
 
-def read_sample(shard: Any, entry: IndexEntry) -> FeatureSample:
-    """Copies one sample out of a mapped shard."""
-    fields = {}
-    for name in shard.keys():  # noqa: SIM118 - not a dict
-        offset, count = (entry.last_offset, entry.num_last) if name in LAST_FIELDS else (entry.offset, entry.num_tokens)
-        fields[name] = read_rows(shard, name, offset, count)
-    return FeatureSample(sample_id=entry.sample_id, **fields)
-
-
-def read_rows(shard: Any, name: str, offset: int, count: int) -> Tensor:
-    """Copies rows of one field out of a mapped shard: the only copy, after which the file may go."""
-    return shard.get_slice(name)[offset : offset + count].clone()
-
-
-def _entries(number: int, samples: list[FeatureSample]) -> list[IndexEntry]:
+def _entries(number: int, samples: Sequence[StoredSample]) -> list[IndexEntry]:
     entries = []
     offset = last_offset = 0
     for sample in samples:
-        num_tokens, num_last = sample.input_ids.numel(), sample.last_rows.numel()
-        num_supervised = int(sample.loss_mask.sum())
+        num_tokens, num_last = len(sample.columns["input_ids"]), len(sample.columns["last_rows"])
+        num_supervised = int(sample.columns["loss_mask"].sum())
         entries.append(
             IndexEntry(
                 sample.sample_id,
@@ -163,18 +226,9 @@ def _entries(number: int, samples: list[FeatureSample]) -> list[IndexEntry]:
                 last_offset,
                 num_last,
                 num_supervised,
-                sample_checksum(sample),
+                sample.checksum(),
             )
         )
         offset += num_tokens
         last_offset += num_last
     return entries
-
-
-def _fields(sample: FeatureSample) -> dict[str, Tensor]:
-    fields = {name: getattr(sample, name) for name in FIELDS}
-    return {name: tensor for name, tensor in fields.items() if tensor is not None}
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.contiguous().view(torch.uint8).numpy().data

@@ -1,0 +1,109 @@
+"""One sample as a shard keeps it: columns, the states coded."""
+
+from dataclasses import dataclass
+
+import torch
+import xxhash
+from torch import Tensor
+
+from eagle3.features.codec import Codec, CodedStates, decode, encode
+from eagle3.features.record import FeatureSample
+
+# In the order of the file: four-byte columns first and one-byte ones last, so that each is aligned to its own width.
+COLUMNS = (
+    "input_ids",
+    "last_rows",
+    "target_logprobs",
+    "target_logz",
+    "aux_scales",
+    "aux_outlier_columns",
+    "aux_outliers",
+    "last_scales",
+    "last_outlier_columns",
+    "last_outliers",
+    "aux_hidden_states",
+    "last_hidden_states",
+    "loss_mask",
+)
+# R rows; the others have T.
+LAST_COLUMNS = {name for name in COLUMNS if name.startswith("last_")} | {"target_logz"}
+
+
+@dataclass(frozen=True)
+class StoredSample:
+    """The columns of one sample, those that it has, in the order of COLUMNS."""
+
+    sample_id: str
+    columns: dict[str, Tensor]  # (T, ...) or (R, ...)
+
+    def checksum(self) -> str:
+        """Returns the xxh3_128 hex digest of the id, and of each column's name and bytes."""
+        digest = xxhash.xxh3_128(self.sample_id.encode())
+        for name, tensor in self.columns.items():
+            digest.update(name.encode())
+            digest.update(bytes_of(tensor))
+        return digest.hexdigest()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all columns."""
+        return sum(tensor.nbytes for tensor in self.columns.values())
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Returns a CPU tensor's bytes in place; what is written there is written to the tensor."""
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def encode_sample(sample: FeatureSample, hidden_size: int, codec: Codec) -> StoredSample:
+    """Codes a sample's states on their device, and brings it to the CPU.
+
+    Raises:
+        FloatingPointError: a state that a lossy codec was to keep is not finite.
+    """
+    columns: dict[str, Tensor | None] = {
+        "input_ids": sample.input_ids,
+        "last_rows": sample.last_rows,
+        "target_logprobs": sample.target_logprobs,
+        "target_logz": sample.target_logz,
+        "loss_mask": sample.loss_mask,
+    }
+    for part, states in (("aux", sample.aux_hidden_states), ("last", sample.last_hidden_states)):
+        coded = encode(states, hidden_size, codec)
+        columns[f"{part}_hidden_states"] = coded.codes
+        columns[f"{part}_scales"] = coded.scales
+        columns[f"{part}_outlier_columns"] = coded.outlier_columns
+        columns[f"{part}_outliers"] = coded.outliers
+        for kept in (coded.scales, coded.outliers):  # the largest numbers: what is not finite is here
+            if kept is not None and not bool(kept.isfinite().all()):
+                raise FloatingPointError(
+                    f"{part}_hidden_states must be finite, got {float(kept[~kept.isfinite()][0])} "
+                    f"(sample {sample.sample_id!r}); capture it again, or set store.codec=exact to see it"
+                )
+    present = {name: columns[name] for name in COLUMNS}
+    return StoredSample(sample.sample_id, {name: each.cpu() for name, each in present.items() if each is not None})
+
+
+def coded_states(columns: dict[str, Tensor], part: str) -> CodedStates:
+    """Returns the coded states of `part` ("aux" or "last") among columns."""
+    return CodedStates(
+        columns[f"{part}_hidden_states"],
+        columns.get(f"{part}_scales"),
+        columns.get(f"{part}_outlier_columns"),
+        columns.get(f"{part}_outliers"),
+    )
+
+
+def decode_sample(stored: StoredSample, hidden_size: int, dtype: torch.dtype) -> FeatureSample:
+    """Returns the sample with its states in `dtype`, which is the target's."""
+    columns = stored.columns
+    return FeatureSample(
+        sample_id=stored.sample_id,
+        input_ids=columns["input_ids"],
+        loss_mask=columns["loss_mask"],
+        aux_hidden_states=decode(coded_states(columns, "aux"), hidden_size, dtype),
+        last_hidden_states=decode(coded_states(columns, "last"), hidden_size, dtype),
+        last_rows=columns["last_rows"],
+        target_logz=columns.get("target_logz"),
+        target_logprobs=columns.get("target_logprobs"),
+    )

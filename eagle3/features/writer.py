@@ -1,0 +1,274 @@
+"""Writes a store: a shard appears whole or not at all, while the next one is being filled.
+
+A shard is written, brought down to the disk and only then given its name, so a sample that is in one is done, exactly
+once. That happens on a thread, so that capture does not wait for the disk: a kill loses what is buffered, the shard
+under way and the one that is being filled.
+"""
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TextIO
+
+import torch
+
+from eagle3.config import UserError
+from eagle3.features.codec import EXACT_CODECS, LARGEST_CODE
+from eagle3.features.index import (
+    ShardRecord,
+    append_to_index,
+    index_name,
+    load_index,
+    read_lines,
+    write_index,
+)
+from eagle3.features.location import Location
+from eagle3.features.manifest import DTYPES, MANIFEST_NAME, Manifest, check_same_capture, manifest_text, read_manifest
+from eagle3.features.record import FeatureSample
+from eagle3.features.shard import HEADER_BYTES, sample_num_bytes, shard_path, write_shard
+from eagle3.features.stored import StoredSample, encode_sample
+from eagle3.files import PRIVATE, sync
+
+logger = logging.getLogger(__name__)
+
+LOCK_NAME = "lock"
+
+
+class QuotaReached(UserError):  # noqa: N818 - a clean end, not an error
+    """The next sample would take the store past its quota; what was written before is safe."""
+
+
+class FeatureWriter:
+    """Writes samples to a store, which it creates or goes on with.
+
+    Several writers may fill one store, if each has a number of its own. Leaving its `with` block, also by an exception,
+    writes what is buffered.
+    """
+
+    def __init__(
+        self, path: Path, manifest: Manifest, shard_bytes: int, quota_bytes: int | None = None, *, writer: int = 0
+    ) -> None:
+        """Opens the store as writer 0, 1, ..., whose number no other process may have.
+
+        Raises:
+            UserError: another process writes under this number, the store was begun with other settings or is damaged,
+                or the directory holds something else.
+        """
+        self.path = path
+        self.manifest = manifest
+        self.writer = writer
+        self._shard_bytes = shard_bytes
+        self._quota_bytes = quota_bytes
+        self._buffer: list[StoredSample] = []
+        self._buffer_bytes = HEADER_BYTES
+        self._flush_failed = False
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
+        self._under_way: Future[None] | None = None
+        self._bytes_under_way = 0
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = _lock(path, writer)
+        try:
+            records = _open_for_writing(path, manifest, writer)
+        except BaseException:
+            self._lock.close()
+            raise
+        self.stored_ids = {entry.sample_id for record in records for entry in record.entries}  # buffered ones too
+        self.num_bytes = sum(record.num_bytes for record in records)  # of the shards on disk
+        self._next_number = max((record.number for record in records), default=-1) + 1
+
+    def write(self, sample: FeatureSample) -> None:
+        """Codes and buffers a sample, and has a shard written when the buffer is full.
+
+        Raises:
+            QuotaReached: the sample does not fit; everything before it was written.
+            UserError: the disk cannot take the shard before this one; the store is as it was before that.
+        """
+        _check_sample(sample, self.manifest)
+        self.write_stored(encode_sample(sample, self.manifest.hidden_size, self.manifest.codec))
+
+    def write_stored(self, stored: StoredSample) -> None:
+        """Buffers a sample that is in the store's codec already; as `write`."""
+        assert stored.sample_id not in self.stored_ids, f"sample {stored.sample_id!r} is stored already"
+        num_bytes = sample_num_bytes(stored)
+        total = self.num_bytes + self._bytes_under_way + self._buffer_bytes + num_bytes
+        if self._quota_bytes is not None and total > self._quota_bytes:
+            self.flush()
+            raise QuotaReached(
+                f"the store must stay within store.quota_bytes={self._quota_bytes}, got {total} bytes with the next "
+                f"sample ({self.path}); raise the quota and run the same command again: it goes on from here"
+            )
+        if self._buffer and self._buffer[0].columns.keys() != stored.columns.keys():
+            self._start_flush()  # the samples of a shard have the same columns
+        self._buffer.append(stored)
+        self._buffer_bytes += num_bytes
+        self.stored_ids.add(stored.sample_id)
+        if self._buffer_bytes >= self._shard_bytes:
+            self._start_flush()
+
+    def flush(self) -> None:
+        """Writes the buffered samples as one shard, and returns when they are on the disk.
+
+        Raises:
+            UserError: the disk cannot take it; the store is as it was before.
+        """
+        self._start_flush()
+        self._wait()
+
+    def close(self) -> None:
+        """Writes what is buffered and lets other writers in; a flush that failed is not tried again."""
+        try:
+            if not self._flush_failed:
+                self.flush()
+        finally:
+            self._thread.shutdown()
+            self._lock.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _start_flush(self) -> None:
+        self._wait()  # at most two shards are in memory
+        if not self._buffer:
+            return
+        samples, num_bytes = self._buffer, self._buffer_bytes
+        self._bytes_under_way = num_bytes
+        self._under_way = self._thread.submit(self._write_shard, samples, num_bytes)
+        self._buffer, self._buffer_bytes = [], HEADER_BYTES
+
+    def _wait(self) -> None:
+        if self._under_way is None:
+            return
+        # Set before the wait, so that a Ctrl-C in it does not leave a second shard to be tried.
+        self._flush_failed = True
+        self._under_way.result()
+        self._under_way = None
+        self._bytes_under_way = 0
+        self._flush_failed = False
+
+    def _write_shard(self, samples: list[StoredSample], num_bytes: int) -> None:
+        """Writes one shard; runs on the thread."""
+        free = shutil.disk_usage(self.path).free
+        if free < num_bytes:
+            raise self._disk_full(num_bytes, f"{free} bytes free")
+        temporary = self.path / f"shard-{self.writer}.tmp"
+        try:
+            entries = write_shard(temporary, self._next_number, samples)
+            number = self._publish(temporary)
+            if number != self._next_number:  # another writer has taken it: entries are numbered by their file
+                entries = [type(entry)(**{**vars(entry), "shard": number}) for entry in entries]
+            record = ShardRecord(number, shard_path(self.path, number).stat().st_size, entries)
+            append_to_index(self.path, self.writer, record)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise self._disk_full(num_bytes, str(error)) from error
+            raise
+        self.num_bytes += record.num_bytes
+        self._next_number = number + 1
+
+    def _publish(self, temporary: Path) -> int:
+        """Gives a shard the first number that no other writer took; a link, unlike a rename, never replaces a file."""
+        number = self._next_number
+        while True:
+            try:
+                os.link(temporary, shard_path(self.path, number))
+                break
+            except FileExistsError:
+                number += 1
+        sync(self.path)
+        temporary.unlink()
+        return number
+
+    def _disk_full(self, num_bytes: int, seen: str) -> UserError:
+        return UserError(
+            f"the disk must take the next shard of {num_bytes} bytes, got {seen} ({self.path}); free some "
+            f"space and run the same command again: it goes on from the last whole shard"
+        )
+
+
+def _lock(path: Path, writer: int) -> TextIO:
+    name = LOCK_NAME if writer == 0 else f"{LOCK_NAME}-{writer}"
+    file = os.fdopen(os.open(path / name, os.O_CREAT | os.O_RDWR, PRIVATE), "r+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = file.read().strip()
+        file.close()
+        raise UserError(
+            f"a store must have one writer at a time under each number, got a second one while process {holder} "
+            f"writes as number {writer} ({path}); wait for it, choose another store.path, or give each of several "
+            f"writers its own store.writer"
+        ) from error
+    file.truncate(0)
+    file.write(f"{os.getpid()}\n")
+    file.flush()
+    return file
+
+
+def _open_for_writing(path: Path, manifest: Manifest, writer: int) -> list[ShardRecord]:
+    # The lock is held, so these temp files belong to a run that died.
+    for stale in (path / f"shard-{writer}.tmp", path / f"manifest-{writer}.tmp", path / f"index-{writer}.tmp"):
+        if stale.exists():
+            logger.warning("removed %s, left by a run that was killed", stale)
+            stale.unlink()
+    if not (path / MANIFEST_NAME).exists():
+        others = sorted(each.name for each in path.iterdir() if not each.name.startswith((LOCK_NAME, "manifest")))
+        if others and not (path / MANIFEST_NAME).exists():
+            raise UserError(
+                f"the directory of a new store must be empty, got {', '.join(others[:5])} in it ({path}); "
+                f"choose another store.path"
+            )
+        _write_manifest(path, manifest, writer)
+    check_same_capture(read_manifest(path), manifest, path)
+    location = Location(path)
+    records = load_index(location)
+    # Also when it fits: an append that was cut short would swallow the next line. What no index has goes into this one.
+    sizes = location.sizes()
+    others = [name for name in sizes if name.startswith("index") and name.endswith(".jsonl")]
+    elsewhere = {
+        record.number for name in others if name != index_name(writer) for record in read_lines(location, name)
+    }
+    write_index(path, [record for record in records if record.number not in elsewhere], writer)
+    return records
+
+
+def _write_manifest(path: Path, manifest: Manifest, writer: int) -> None:
+    """Writes the manifest unless another writer was quicker, whose is then compared with ours."""
+    temporary = path / f"manifest-{writer}.tmp"
+    with os.fdopen(os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, PRIVATE), "w", encoding="utf-8") as file:
+        file.write(manifest_text(manifest))
+        file.flush()
+        os.fsync(file.fileno())
+    with contextlib.suppress(FileExistsError):
+        os.link(temporary, path / MANIFEST_NAME)
+    sync(path)
+    temporary.unlink()
+
+
+def _check_sample(sample: FeatureSample, manifest: Manifest) -> None:
+    num_tokens, num_last = sample.input_ids.numel(), sample.last_rows.numel()
+    dtype = DTYPES[manifest.dtype]
+    assert manifest.codec in (EXACT_CODECS[dtype], *LARGEST_CODE), (manifest.codec, manifest.dtype)
+    wanted = {
+        "input_ids": ((num_tokens,), torch.int32),
+        "loss_mask": ((num_tokens,), torch.bool),
+        "aux_hidden_states": ((num_tokens, len(manifest.capture_layers) * manifest.hidden_size), dtype),
+        "last_hidden_states": ((num_last, manifest.hidden_size), dtype),
+        "last_rows": ((num_last,), torch.int32),
+        "target_logz": ((num_last,), torch.float32),
+        "target_logprobs": ((num_tokens,), torch.float32),
+    }
+    for name, (shape, kind) in wanted.items():
+        tensor = getattr(sample, name)
+        if tensor is not None:
+            seen = (tuple(tensor.shape), tensor.dtype)
+            assert seen == (shape, kind), f"{name} must be {(shape, kind)}, got {seen} (sample {sample.sample_id!r})"

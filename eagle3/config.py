@@ -34,6 +34,18 @@ class TargetConfig:
 
 
 @dataclass(frozen=True)
+class TrackingConfig:
+    """Where a run's numbers are shown; they lie in its directory in any case."""
+
+    backend: Literal["wandb", "tensorboard", "trackio", "none"] = "wandb"  # wandb: online with a login, else offline
+    project: str = "eagle3"
+    name: str | None = None  # null: the run directory's name
+    group: str | None = None  # the experiment; null: that of the store or drafter which the run reads, else a new one
+    tags: list[str] = field(default_factory=list)
+    upload: bool = False  # W&B gets the weights and features themselves; false: their manifests, and where they lie
+
+
+@dataclass(frozen=True)
 class PromptsConfig:
     """Which conversations go in, and how the target's template renders them."""
 
@@ -95,6 +107,7 @@ class ExtractConfig:
     regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
     batch_tokens: int = 8192  # padded tokens per capture forward
     max_quarantined_share: float = 0.01  # of samples with non-finite features; more than this fails the run
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
 
 @dataclass(frozen=True)
@@ -165,16 +178,6 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
-class TrackingConfig:
-    """Where numbers go besides metrics.jsonl."""
-
-    wandb: Literal["auto", "offline", "online", "disabled"] = "auto"  # auto: online with a login, else offline
-    project: str = "eagle3"
-    name: str | None = None  # null: the run directory's name
-    tags: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
 class TrainConfig:
     """`train.py`: feature store -> drafter."""
 
@@ -210,8 +213,9 @@ class EvaluateConfig:
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     store: str | None = None  # also simulate over this store's held-out samples; null: do not
     compare_untrained: bool = False  # also measure the drafter of the same shape with the target's head and norm
-    out: str = "ckpts/evaluation"  # directory for result.json and the table
+    out: str = "ckpts/evaluation"  # directory for result.json and questions.jsonl
     seed: int = 0
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
 
 Config = TypeVar("Config", ExtractConfig, TrainConfig, EvaluateConfig)

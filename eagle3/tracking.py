@@ -1,36 +1,34 @@
-"""metrics.jsonl, W&B, provenance of a run.
+"""metrics.jsonl, provenance of a run.
 
-metrics.jsonl always holds everything; W&B gets the same numbers. Only the main rank tracks.
+metrics.jsonl always holds everything; a board (W&B and the like) gets the same numbers. Only the main rank tracks.
 """
 
+import dataclasses
 import importlib.metadata
 import json
-import logging
 import os
 import platform
 import re
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-import wandb
+import xxhash
 
-from eagle3.config import RunConfig, TrackingConfig, UserError
+from eagle3.board import Board, Identity, Metrics
+from eagle3.config import RunConfig, TrackingConfig, UserError, config_to_dict
 from eagle3.files import write_whole
-
-logger = logging.getLogger(__name__)
 
 METRICS_NAME = "metrics.jsonl"
 PROVENANCE_NAME = "run.json"
 PACKAGES = ("eagle3", "torch", "transformers", "accelerate", "deepspeed", "safetensors", "wandb")
 REPOSITORY = Path(__file__).resolve().parent.parent
-
-Metrics = Mapping[str, float | Sequence[float | None]]
 
 
 def new_run_dir(base: Path) -> Path:
@@ -70,32 +68,65 @@ def run_dir_to_resume(config: RunConfig) -> Path | None:
     return max(runs, key=lambda path: _number(path, base), default=None)
 
 
-def write_provenance(run_dir: Path, facts: Mapping[str, Any]) -> None:
-    """Adds a session to run.json: `facts` of the run, with command line, commit, versions and hardware.
+def identify(
+    run_dir: Path, config: TrackingConfig, job_type: str, *, inputs: Sequence[Path] = (), resumes: bool = False
+) -> Identity:
+    """Returns who the run in `run_dir` is: of the experiment whose files it reads, and after a crash who it was.
+
+    `inputs` are directories that it reads; those that hold a run.json are runs of ours.
+
+    Raises:
+        UserError: a run.json is none.
+    """
+    runs = [read_provenance(path)["sessions"][-1]["run"] for path in inputs if (path / PROVENANCE_NAME).is_file()]
+    name = config.name or run_dir.absolute().name
+    before = read_provenance(run_dir)["sessions"] if resumes else []
+    run_id = before[-1]["run"]["id"] if before else uuid.uuid4().hex[:8]
+    inherited = before[-1]["run"]["group"] if before else runs[0]["group"] if runs else f"{name}-{run_id}"
+    return Identity(run_id, name, config.group or inherited, job_type, [run["id"] for run in runs])
+
+
+def write_provenance(run_dir: Path, identity: Identity, config: Any, facts: Mapping[str, Any]) -> None:
+    """Adds a session to run.json: `facts` of the run, with command line, config, commit, versions and hardware.
+
+    Changes that are not committed are written beside it, as a patch of the commit.
 
     Raises:
         UserError: run.json is there already, and is none.
     """
-    path = run_dir / PROVENANCE_NAME
+    record = read_provenance(run_dir)
+    git = git_state()
+    if git["dirty"]:
+        patch = _git("diff", "HEAD") or ""
+        git["patch"] = f"code-{xxhash.xxh3_128_hexdigest(patch.encode())[:8]}.patch"
+        git["untracked"] = (_git("ls-files", "--others", "--exclude-standard") or "").splitlines()  # not in the patch
+        write_whole(run_dir / git["patch"], patch + "\n")
     session = {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "run": dataclasses.asdict(identity),
         "argv": sys.argv,
-        "git": git_state(),
+        "git": git,
         "versions": {"python": platform.python_version()} | _versions(),
         "hardware": _hardware(),
+        "config": config_to_dict(config),
         **facts,
     }
-    record = _read_provenance(path)
     record["sessions"].append(session)
-    write_whole(path, json.dumps(record, indent=1) + "\n")
+    write_whole(run_dir / PROVENANCE_NAME, json.dumps(record, indent=1) + "\n")
 
 
-def _read_provenance(path: Path) -> dict[str, Any]:
+def read_provenance(run_dir: Path) -> dict[str, Any]:
+    """Returns what run.json holds; without the file, no sessions.
+
+    Raises:
+        UserError: it holds something else.
+    """
+    path = run_dir / PROVENANCE_NAME
     if not path.exists():
         return {"sessions": []}
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(record["sessions"], list):
+        if isinstance(record["sessions"], list) and all(Identity(**each["run"]).id for each in record["sessions"]):
             return dict(record)
     except (ValueError, TypeError, KeyError):
         pass
@@ -111,82 +142,53 @@ def git_state() -> dict[str, Any]:
     return {"commit": commit, "dirty": None if status is None else bool(status)}
 
 
+def digest_file(path: Path) -> str:
+    """Returns the xxh3_128 of a file's bytes."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
 class Tracker:
     """Where a run's numbers go; opened by the main rank alone."""
 
-    def __init__(self, run_dir: Path, config: TrackingConfig, settings: Mapping[str, Any], *, step: int) -> None:
-        """Opens metrics.jsonl and W&B, for a run that goes on after `step`: later lines of a killed run go.
-
-        Raises:
-            UserError: W&B cannot be reached in the mode asked for.
-        """
+    def __init__(self, run_dir: Path, board: Board, *, step: int) -> None:
+        """Opens metrics.jsonl for a run that goes on after `step`: later lines of a killed run go."""
+        self.board = board
         self._path = run_dir / METRICS_NAME
         _keep_lines_until(self._path, step)
         self._file = self._path.open("a", encoding="utf-8")
-        self._run = _start_wandb(run_dir, config, settings)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Writes one line; a list becomes one W&B curve per draft position."""
+        """Writes one line, and a point of each curve."""
         self._file.write(json.dumps({"step": step, **metrics}) + "\n")
         self._file.flush()
-        if self._run is not None:
-            self._run.log(_curves(metrics), step=step)
+        self.board.log(step, metrics)
 
-    def close(self) -> None:
-        """Ends the run in W&B."""
-        self._file.close()
-        if self._run is not None:
-            self._run.finish()
+    def lines(self) -> list[dict[str, Any]]:
+        """Returns all lines so far, those before a resume included."""
+        return [json.loads(line) for line in self._path.read_text(encoding="utf-8").splitlines()]
 
     def __enter__(self) -> Self:
+        self.board.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
+        self._file.close()
+        self.board.__exit__(kind, error, at)
 
 
-def _start_wandb(run_dir: Path, config: TrackingConfig, settings: Mapping[str, Any]) -> Any:
-    if config.wandb == "disabled":
-        return None
-    id_path = run_dir / "wandb-id"  # a resumed run goes on as the same one
-    try:
-        run = wandb.init(
-            project=config.project,
-            name=config.name or run_dir.name,
-            tags=config.tags,
-            dir=run_dir,
-            id=id_path.read_text() if id_path.exists() else None,
-            resume="allow",
-            mode=_wandb_mode(config),
-            config=dict(settings),
-            settings=wandb.Settings(silent=True, console="off"),  # its lines would break the progress line
-        )
-    except wandb.errors.Error as error:
-        raise UserError(
-            f"tracking.wandb must be a mode that W&B can start in, got {config.wandb!r}: {error}; "
-            f"use tracking.wandb=offline and `wandb sync` later"
-        ) from None
-    id_path.write_text(run.id)
-    logger.info("W&B: %s", f"offline in {Path(run.dir).parent}" if run.offline else run.url)
-    return run
+def open_board(run_dir: Path, config: TrackingConfig) -> Board:
+    """Shows the run whose newest session run.json holds.
 
-
-def _wandb_mode(config: TrackingConfig) -> Any:
-    if config.wandb != "auto":
-        return config.wandb
-    if "WANDB_MODE" in os.environ:
-        return None  # W&B reads it itself
-    return "online" if wandb.login(prompt=False) else "offline"
-
-
-def _curves(metrics: Metrics) -> dict[str, float]:
-    curves: dict[str, float] = {}
-    for name, value in metrics.items():
-        if isinstance(value, int | float):
-            curves[name] = value
-        else:
-            curves |= {f"{name}/{index}": part for index, part in enumerate(value) if part is not None}
-    return curves
+    Raises:
+        UserError: the backend cannot start.
+    """
+    session = read_provenance(run_dir)["sessions"][-1]
+    provenance = {name: value for name, value in session.items() if name != "config"}
+    return Board(run_dir, config, Identity(**session["run"]), {**session["config"], "provenance": provenance})
 
 
 def _keep_lines_until(path: Path, step: int) -> None:
@@ -233,4 +235,4 @@ def _git(*arguments: str) -> str | None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return done.stdout.strip("\n") if done.returncode == 0 else None

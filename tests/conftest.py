@@ -60,7 +60,8 @@ MERGE_TEXT = [
 
 
 def pytest_configure() -> None:
-    """Has Triton's kernels interpreted where there is no GPU; Triton reads this when it is imported."""
+    """Has Triton's kernels interpreted where there is no GPU; it reads this when it is imported. W&B stays off."""
+    os.environ["WANDB_MODE"] = "disabled"  # a test of it says offline
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
 

@@ -10,14 +10,13 @@ import torch
 from tiny_training import tiny_config, write_target_and_store
 
 from eagle3.config import OptimizerConfig, RunConfig, TrainConfig, UserError
-from eagle3.features.store import FeatureStore
+from eagle3.features.store import FeatureStore, digest_store
 from eagle3.training.batches import Position
 from eagle3.training.checkpoints import (
     STATE_NAME,
     TENSORS_NAME,
     TrainState,
     check_same_run,
-    digest_store,
     initial_state,
     maths_of,
     newest_checkpoint,

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from eagle3.config import EvaluateConfig, UserError, load_config
 from eagle3.draft.export import export_drafter
+from eagle3.draft.questions import read_questions
 from eagle3.draft.target_weights import load_target_config
 from eagle3.evaluation.decoder import Answer
 from eagle3.evaluation.local import decoded_rounds
@@ -22,6 +23,7 @@ from eagle3.evaluation.run import evaluate
 from eagle3.evaluation.served import ServedAnswer, ServerFacts, SGLangClient
 from eagle3.evaluation.target import LocalTarget
 from eagle3.features.record import FeatureSample
+from eagle3.tracking import digest_file
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -74,7 +76,16 @@ def test_a_local_evaluation_writes_every_figure(
     assert set(result["seconds"]) == {"load", "decode", "decode_untrained", "simulate", "time"}
     assert result["peak_memory_bytes"] > 2**20
     assert result["config"]["max_new_tokens"] == 12
-    assert json.loads((tmp_path / "out" / "run.json").read_text())["sessions"][0]["config"] == result["config"]
+    questions = read_questions(tmp_path / "out" / "questions.jsonl")
+    assert set(questions) == {"trained", "untrained", "simulated"}
+    assert [each.answer.sample_id for each in questions["trained"]] == ["p0", "p1", "p2", "p3", "p1"]
+    assert sum(each.answer.num_tokens for each in questions["untrained"]) == untrained["num_tokens"]
+    assert sum(each.answer.rounds for each in questions["untrained"]) == untrained["rounds"]
+    assert questions["trained"] == questions["simulated"]
+    (session,) = json.loads((tmp_path / "out" / "run.json").read_text())["sessions"]
+    assert session["config"] == result["config"]
+    assert session["digests"]["drafter"] == digest_file(drafter / "model.safetensors")
+    assert session["digests"]["prompts"] == digest_file(prompts)
     shown = capsys.readouterr().out
     assert f"{result['tau_trained']:.3f}" in shown
     assert "result.json" in shown

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from eagle3.board import Board, Identity
 from eagle3.config import ObjectiveConfig, TrackingConfig
 from eagle3.tracking import METRICS_NAME, Tracker
 from eagle3.training.batches import Position, StepBatch
@@ -32,8 +33,9 @@ RESULT = StepResult(MetricSums(f64(40, 10), f64(20, 10), f64(10, 2), f64(5, 1)),
 
 
 def test_a_line_averages_the_steps_since_the_last_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO), Tracker(tmp_path, TrackingConfig(wandb="disabled"), {}, step=0) as tracker:
-        log = StepLog(OBJECTIVE, num_steps=10, steps_per_epoch=4, tracker=tracker)
+    board = Board(tmp_path, TrackingConfig(backend="none"), Identity("a", "a", "a", "train"), {})
+    with caplog.at_level(logging.INFO), Tracker(tmp_path, board, step=0) as tracker:
+        log = StepLog(OBJECTIVE, num_steps=10, steps_per_epoch=4, tracker=tracker, num_devices=2)
         for step in (1, 2):
             with log.clock():
                 time.sleep(0.01)
@@ -54,13 +56,15 @@ def test_a_line_averages_the_steps_since_the_last_one(tmp_path: Path, caplog: py
     assert first["loss"] == second["loss"] == 2.25  # (40 + 0.5 * 10) / 20
     assert (first["top1"], first["acceptance"]) == ([0.5, 0.2], [0.25, 0.1])
     assert (first["epoch"], second["epoch"]) == (0.5, 0.75)
+    assert (first["num_tokens"], second["num_tokens"]) == (600, 300)
+    assert 2 * 0.21 < second["device_seconds"] < 2 * 2  # two devices, and the validation counts
     assert first["tokens_per_second"] == pytest.approx(3 * first["supervised_tokens_per_second"])
     assert 300 / 0.1 < second["tokens_per_second"] <= 300 / 0.01
 
 
 def test_a_rank_without_a_tracker_writes_the_log_line_alone(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    log = StepLog(OBJECTIVE, num_steps=1, steps_per_epoch=1, tracker=None)
+    log = StepLog(OBJECTIVE, num_steps=1, steps_per_epoch=1, tracker=None, num_devices=1)
     with log.clock():
         time.sleep(0.001)
     log.add(RESULT, BATCH)

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from eagle3.draft.acceptance import AnswerRounds
+from eagle3.draft.questions import Question
 from eagle3.evaluation.report import Measured, Report, Speed, Stopwatch, measure, progress_bar
 from eagle3.evaluation.served import ServerFacts
 
@@ -16,6 +17,10 @@ ROUNDS = [
     AnswerRounds("b", num_tokens=31, rounds=10.0, reached=(10.0, 10.0), accepted=(10.0, 10.0)),
     AnswerRounds("c", num_tokens=1, rounds=0.0, reached=(0.0, 0.0), accepted=(0.0, 0.0)),
 ]
+
+
+def questions(answers: list[AnswerRounds], looping: list[bool]) -> list[Question]:
+    return [Question("p", loops, answer) for answer, loops in zip(answers, looping, strict=True)]
 
 
 def make_report(trained: Measured) -> Report:
@@ -32,21 +37,21 @@ def printed(report: Report) -> str:
 
 
 def test_looping_answers_are_left_out_of_the_second_figure() -> None:
-    measured = measure(ROUNDS, [False, True, False], seed=0)
+    measured = measure(questions(ROUNDS, [False, True, False]), seed=0)
     assert measured.all_answers.tau == 42 / 16
     assert measured.without_loops is not None
     assert measured.without_loops.tau == 11 / 6
 
 
 def test_no_second_figure_where_every_answer_with_rounds_loops() -> None:
-    assert measure(ROUNDS, [True, True, False], seed=0).without_loops is None
+    assert measure(questions(ROUNDS, [True, True, False]), seed=0).without_loops is None
 
 
 def test_table_and_json_agree() -> None:
-    measured = measure(ROUNDS, [False, True, False], seed=0)
+    measured = measure(questions(ROUNDS, [False, True, False]), seed=0)
     report = dataclasses.replace(
         make_report(measured),
-        untrained=Measured(measure(ROUNDS[:1], [False], seed=0).all_answers, None),
+        untrained=Measured(measure(questions(ROUNDS[:1], [False]), seed=0).all_answers, None, []),
         simulated=measured,
         simulated_store=measured,
         speed=Speed(4, tokens_per_second_plain=20.0, tokens_per_second_speculative=30.0, num_equal_answers=3),
@@ -71,7 +76,7 @@ def test_table_and_json_agree() -> None:
 def test_a_served_report_names_the_server_and_shows_positions_nobody_reached() -> None:
     idle = AnswerRounds("a", num_tokens=24, rounds=23.0, reached=(23.0, 0.0), accepted=(0.0, 0.0))
     facts = ServerFacts("http://host:30000", "0.5.23", "tokenizer", {})
-    report = make_report(measure([idle], [False], seed=0))
+    report = make_report(measure(questions([idle], [False]), seed=0))
     text = printed(dataclasses.replace(report, server=facts, tokens_per_second_served=12.34))
     assert "SGLang 0.5.23 at http://host:30000: 12.3 tokens/s over all requests" in text
     assert "served" in text

@@ -1,17 +1,37 @@
 """Numbers are always on disk, runs never share a directory, and a resume leaves no line twice."""
 
 import json
-import logging
-import time
+import subprocess
 from pathlib import Path
 
 import pytest
-import wandb
+import xxhash
 
+from eagle3 import tracking
+from eagle3.board import Board, Identity
 from eagle3.config import RunConfig, TrackingConfig, UserError
-from eagle3.tracking import METRICS_NAME, Tracker, git_state, new_run_dir, run_dir_to_resume, write_provenance
+from eagle3.tracking import (
+    METRICS_NAME,
+    Tracker,
+    digest_file,
+    git_state,
+    identify,
+    new_run_dir,
+    read_provenance,
+    run_dir_to_resume,
+    write_provenance,
+)
 
-OFF = TrackingConfig(wandb="disabled")
+OFF = TrackingConfig(backend="none")
+IDENTITY = Identity("id0", "run", "group", "train")
+
+
+def note(run_dir: Path, **facts: object) -> None:
+    write_provenance(run_dir, IDENTITY, RunConfig(), facts)
+
+
+def open_tracker(run_dir: Path, step: int) -> Tracker:
+    return Tracker(run_dir, Board(run_dir, OFF, IDENTITY, {}), step=step)
 
 
 def lines(run_dir: Path) -> list[dict[str, object]]:
@@ -29,9 +49,9 @@ def test_auto_resumes_the_newest_run_of_that_name(tmp_path: Path) -> None:
     config = RunConfig(dir=str(base), resume="auto")
     assert run_dir_to_resume(config) is None
     for number in range(11):
-        write_provenance(new_run_dir(base), {"number": number})
+        note(new_run_dir(base), number=number)
     (tmp_path / "a-12").mkdir()  # no run: it has no run.json
-    write_provenance(new_run_dir(tmp_path / "a-b"), {})
+    note(new_run_dir(tmp_path / "a-b"))
     assert run_dir_to_resume(config) == tmp_path / "a-11"
     assert run_dir_to_resume(RunConfig(dir=str(base), resume="never")) is None
     assert run_dir_to_resume(RunConfig(dir="x", resume=str(tmp_path / "a-3"))) == tmp_path / "a-3"
@@ -43,24 +63,26 @@ def test_a_run_that_is_none_cannot_be_resumed(tmp_path: Path) -> None:
 
 
 def test_provenance_says_what_ran_where(tmp_path: Path) -> None:
-    write_provenance(tmp_path, {"seeds": {"run": 7}})
-    write_provenance(tmp_path, {"seeds": {"run": 7}, "from_step": 5})
+    note(tmp_path, seeds={"run": 7})
+    note(tmp_path, seeds={"run": 7}, from_step=5)
     first, second = json.loads((tmp_path / "run.json").read_text())["sessions"]
     assert first["seeds"] == {"run": 7}
     assert first["versions"]["torch"]
     assert first["hardware"]["num_cpus"] >= 1
-    assert set(first["git"]) == {"commit", "dirty"}
+    assert {"commit", "dirty"} <= set(first["git"])
+    assert first["config"]["log_every"] == 10
+    assert first["run"]["group"] == "group"
     assert first["argv"]
     assert second["from_step"] == 5
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"sessions": 5}'])
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"sessions": 5}', '{"sessions": [{}]}'])
 def test_another_run_json_is_named_and_left_alone(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(
         UserError, match=r"run.json must be JSON with a list of sessions, got .*run.json\); move it away"
     ):
-        write_provenance(tmp_path, {})
+        note(tmp_path)
     assert (tmp_path / "run.json").read_text() == text
 
 
@@ -71,44 +93,65 @@ def test_git_state_is_that_of_this_code() -> None:
 
 
 def test_a_resume_drops_the_lines_after_its_step(tmp_path: Path) -> None:
-    with Tracker(tmp_path, OFF, {}, step=0) as tracker:
+    with open_tracker(tmp_path, 0) as tracker:
         for step in range(1, 8):
             tracker.log(step, {"loss": step / 10})
     with (tmp_path / METRICS_NAME).open("a") as file:
         file.write('{"step": 8, "lo')  # a kill in mid-line
-    with Tracker(tmp_path, OFF, {}, step=5) as tracker:
+    with open_tracker(tmp_path, 5) as tracker:
         tracker.log(6, {"loss": 0.66, "top1": [0.5, None]})
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 5, 6]
     assert lines(tmp_path)[-1] == {"step": 6, "loss": 0.66, "top1": [0.5, None]}
+    with open_tracker(tmp_path, 6) as tracker:
+        assert tracker.lines() == lines(tmp_path)
 
 
-def test_wandb_runs_offline_without_a_login(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name in ("WANDB_API_KEY", "WANDB_MODE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
-    monkeypatch.setenv("HOME", str(tmp_path))
-    run_dir = new_run_dir(tmp_path / "run")
-    with caplog.at_level(logging.INFO), Tracker(run_dir, TrackingConfig(tags=["t"]), {"a": 1}, step=0) as tracker:
-        tracker.log(3, {"loss": 0.5, "top1": [0.25, None, 0.75]})
-        assert wandb.run is not None
-        assert wandb.run.name == "run"
-        first_id = wandb.run.id
-    assert "W&B: offline in" in caplog.text
-    (recorded,) = (run_dir / "wandb").glob("offline-run-*/*.wandb")
-    deadline = time.monotonic() + 20  # W&B's own process writes it, some time after the run has ended
-    while b"top1/2" not in recorded.read_bytes():  # a curve for each draft position
-        assert time.monotonic() < deadline, recorded.read_bytes()
-        time.sleep(0.05)
-    assert (run_dir / "wandb-id").read_text() == first_id
-    assert lines(run_dir) == [{"step": 3, "loss": 0.5, "top1": [0.25, None, 0.75]}]
+def test_what_reads_a_run_belongs_to_its_experiment(tmp_path: Path) -> None:
+    config = TrackingConfig()
+    store, run, other = tmp_path / "store", tmp_path / "run", tmp_path / "foreign"
+    for path in (store, run, other):
+        path.mkdir()
+    extracted = identify(store, config, "extract")
+    assert extracted.group == f"store-{extracted.id}"
+    write_provenance(store, extracted, RunConfig(), {})
+    trained = identify(run, config, "train", inputs=[other, store])
+    assert (trained.group, trained.inputs, trained.name) == (extracted.group, [extracted.id], "run")
+    write_provenance(run, trained, RunConfig(), {})
+    assert identify(run, config, "train", inputs=[store], resumes=True) == trained
+    again = identify(run, config, "train", inputs=[store])
+    assert (again.group, again.id == trained.id) == (trained.group, False)
+    named = identify(run, TrackingConfig(name="n", group="g"), "evaluate", inputs=[run])
+    assert (named.name, named.group, named.inputs) == ("n", "g", [trained.id])
 
 
-def test_wandb_online_without_a_login_is_the_users_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(**_: object) -> None:
-        raise wandb.errors.UsageError("no API key")
+def test_changes_that_are_not_committed_are_kept_as_a_patch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, run, clone = tmp_path / "code", tmp_path / "run", tmp_path / "clone"
+    code.mkdir()
+    run.mkdir()
 
-    monkeypatch.setattr(wandb, "init", refuse)
-    with pytest.raises(UserError, match=r"tracking\.wandb must be a mode that W&B can start in, got 'online': no API"):
-        Tracker(tmp_path, TrackingConfig(wandb="online"), {}, step=0)
+    def git(directory: Path, *arguments: str) -> None:
+        identity = ["-c", "user.name=n", "-c", "user.email=e", "-c", "commit.gpgsign=false"]
+        subprocess.run(["git", "-C", str(directory), *identity, *arguments], check=True, capture_output=True)
+
+    git(code, "init")
+    (code / "a.txt").write_text("one\ntwo\n\n")
+    git(code, "add", "a.txt")
+    git(code, "commit", "-m", "first")
+    monkeypatch.setattr(tracking, "REPOSITORY", code)
+    note(run)
+    assert "patch" not in read_provenance(run)["sessions"][-1]["git"]
+    (code / "a.txt").write_text("one\n2\n\n")
+    (code / "b.txt").write_text("new")
+    note(run)
+    state = read_provenance(run)["sessions"][-1]["git"]
+    assert (state["dirty"], state["untracked"]) == (True, ["b.txt"])
+    git(tmp_path, "clone", str(code), str(clone))
+    git(clone, "checkout", state["commit"])
+    git(clone, "apply", str(run / state["patch"]))
+    assert (clone / "a.txt").read_text() == "one\n2\n\n"
+
+
+def test_a_file_is_digested_whole(tmp_path: Path) -> None:
+    content = bytes(range(256)) * 5000  # more than one block
+    (tmp_path / "f").write_bytes(content)
+    assert digest_file(tmp_path / "f") == xxhash.xxh3_128_hexdigest(content)

@@ -21,7 +21,9 @@ from torch import Tensor
 
 from eagle3.config import TrainConfig, UserError, config_to_dict
 from eagle3.draft.export import load_drafter
+from eagle3.draft.questions import read_questions
 from eagle3.draft.target_weights import load_target_config
+from eagle3.features.store import FeatureStore
 from eagle3.training import trainer
 from eagle3.training.batches import StepBatch
 from eagle3.training.engine import Engine
@@ -107,9 +109,8 @@ def launch_worker(command: list[str], config: TrainConfig, directory: Path, *arg
 
 
 def test_a_run_leaves_everything_behind(base: TrainConfig, undisturbed: Path) -> None:
-    assert sorted(path.name for path in undisturbed.iterdir()) == [
-        "drafter", "metrics.jsonl", "run.json", "step-000003", "step-000006",
-    ]  # fmt: skip
+    names = {path.name for path in undisturbed.iterdir() if path.suffix != ".patch"}  # code that is not committed
+    assert names == {"drafter", "metrics.jsonl", "questions.jsonl", "run.json", "step-000003", "step-000006"}
     lines = metrics_of(undisturbed)
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 3, 4, 5, 6, 6]
     assert lines[0]["tau_untrained"] == lines[0]["held_out/tau"]
@@ -117,9 +118,21 @@ def test_a_run_leaves_everything_behind(base: TrainConfig, undisturbed: Path) ->
     assert len(lines[1]["top1"]) == len(lines[1]["acceptance"]) == base.objective.ttt_steps
     (session,) = json.loads((undisturbed / "run.json").read_text())["sessions"]
     assert session["setup"] == "one process"
+    assert (session["run"]["job_type"], session["num_devices"]) == ("train", 1)
     assert session["seeds"] == {"run": 0, "data": 0}
     assert session["config"]["optimizer"]["learning_rate"] == 1e-2
     assert session["store"]["manifest"]["engine"] == "transformers"
+
+
+def test_the_best_validations_questions_add_up_to_its_tau(base: TrainConfig, undisturbed: Path) -> None:
+    validations = [line for line in metrics_of(undisturbed) if line.get("held_out/tau") and line["step"] > 0]
+    best = max(line["held_out/tau"] for line in validations)
+    (answers,) = read_questions(undisturbed / "questions.jsonl").values()
+    assert sum(each.answer.num_tokens for each in answers) / sum(each.answer.rounds for each in answers) == best
+    store = FeatureStore(Path(base.data.path))
+    held_out = {store.entries[index].sample_id for index in store.split(base.data.held_out_share)[1]}
+    assert {each.answer.sample_id for each in answers} == held_out
+    assert all(line["device_seconds"] > 0 for line in metrics_of(undisturbed) if "loss" in line)
 
 
 def test_the_exported_drafter_is_the_best_one(

@@ -75,7 +75,7 @@ def tiny_config(store: Path, target: Path, run_dir: Path) -> TrainConfig:
             dir=str(run_dir), epochs=10, max_steps=10, save_every=5, validate_every=5, log_every=1,
             mixed_precision="no",
         ),
-        tracking=TrackingConfig(wandb="disabled"),
+        tracking=TrackingConfig(backend="none"),
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 What is stored, logged or set aside is not done again, so the same command goes on wherever it was stopped.
 """
 
+import dataclasses
 import json
 import logging
 import math
@@ -10,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import transformers
-import xxhash
 from transformers import PreTrainedTokenizerBase
 
+from eagle3.board import feature_store
 from eagle3.capture.inprocess import TransformersEngine
 from eagle3.capture.interrupts import Interrupts
 from eagle3.capture.parity import TargetFacts, read_target
@@ -30,12 +31,12 @@ from eagle3.features.manifest import (
     digest_target_weights,
     read_manifest,
 )
-from eagle3.features.store import FeatureStore
+from eagle3.features.store import FeatureStore, digest_store
 from eagle3.features.writer import FeatureWriter
 from eagle3.plan import SampleSize, plan_extraction, readable_bytes
 from eagle3.prompts.conversations import BadRow
 from eagle3.prompts.rendering import ChatRenderer, load_tokenizer, tokenizer_digest
-from eagle3.tracking import git_state
+from eagle3.tracking import digest_file, git_state, identify, open_board, write_provenance
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,11 @@ def run_extraction(config: ExtractConfig) -> ExtractionReport:
     ):
         _write_rejected(store_path, selection.rejected)
         if todo:
+            identity = identify(store_path, config.tracking, "extract", resumes=True)
+            digests = {"prompts": manifest.prompts_digest, "target": manifest.target_revision}
+            write_provenance(
+                store_path, identity, config, {"seeds": {"regenerate": config.regenerate.seed}, "digests": digests}
+            )
             engine = TransformersEngine(config.target, facts.capture_layers, tokenizer)
             pipeline = Pipeline(
                 config, engine, renderer, writer, report=report, interrupts=interrupts, max_tokens=max_tokens
@@ -98,6 +104,8 @@ def run_extraction(config: ExtractConfig) -> ExtractionReport:
                 )
                 raise
     _log_report(report, store_path)
+    if todo:
+        _show(config, report, manifest)
     return report
 
 
@@ -154,7 +162,7 @@ def build_manifest(
         vocab_size=facts.vocab_size,
         tokenizer_digest=tokenizer_digest(tokenizer),
         chat_template_digest=renderer.template_digest(),
-        prompts_digest=_file_digest(Path(str(config.prompts.path))),
+        prompts_digest=digest_file(Path(str(config.prompts.path))),
         last_rows=config.store.last_rows,
         generation=generation if regenerate.enabled else {},
         git_commit=f"{git['commit']}{'+changes' if git['dirty'] else ''}" if git["commit"] else None,
@@ -212,12 +220,14 @@ def _write_rejected(store_path: Path, rows: Sequence[BadRow | TooLong]) -> None:
     write_atomically(store_path / REJECTED_NAME, "".join(lines))
 
 
-def _file_digest(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
+def _show(config: ExtractConfig, report: ExtractionReport, manifest: Manifest) -> None:
+    """Shows what was captured, and the store that the trainings of the experiment read."""
+    path = Path(config.store.path)
+    counts = {name: value for name, value in dataclasses.asdict(report).items() if isinstance(value, int | float)}
+    with open_board(path, config.tracking) as board:
+        board.summarise(counts | {"num_bytes": _shard_bytes(path)})
+        store = FeatureStore(path)
+        board.makes(feature_store(path, store.location.sizes(), digest_store(store), dataclasses.asdict(manifest)))
 
 
 def _log_report(report: ExtractionReport, store_path: Path) -> None:

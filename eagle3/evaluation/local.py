@@ -15,7 +15,7 @@ from eagle3.evaluation.decoder import Answer, decode
 from eagle3.evaluation.report import Measured, Report, Speed, Stopwatch, measure, progress_bar
 from eagle3.evaluation.simulate import open_store, simulate, simulate_store
 from eagle3.evaluation.target import LocalTarget, load_local_target
-from eagle3.evaluation.turns import AnsweredTurn, ask_all, select_conversations
+from eagle3.evaluation.turns import AnsweredTurn, ask_all, asked, select_conversations
 from eagle3.prompts.loops import is_looping
 from eagle3.prompts.rendering import load_tokenizer
 
@@ -122,7 +122,7 @@ def _measure(config: EvaluateConfig, turns: Sequence[AnsweredTurn[Answer]], answ
         decoded_rounds(turn.sample_id, answer, config.speculation.num_draft_tokens)
         for turn, answer in zip(turns, answers, strict=True)
     ]
-    return measure(rounds, [is_looping(answer.token_ids) for answer in answers], config.seed)
+    return measure(asked(turns, [answer.token_ids for answer in answers], rounds), config.seed)
 
 
 def _simulate_answers(
@@ -137,7 +137,7 @@ def _simulate_answers(
             num_draft_tokens=config.speculation.num_draft_tokens,
             advance=advance,
         )
-    return measure(rounds, [is_looping(turn.answer.token_ids) for turn in turns], config.seed)
+    return measure(asked(turns, [turn.answer.token_ids for turn in turns], rounds), config.seed)
 
 
 def _untrained_like(drafter: Eagle3Drafter, config: EvaluateConfig, target: LocalTarget) -> Eagle3Drafter:

@@ -6,7 +6,7 @@ included, as SGLang counts; beside it stands the one without prefill's token.
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from eagle3.draft.acceptance import Acceptance, AnswerRounds, summarise
+from eagle3.draft.acceptance import Acceptance, summarise
+from eagle3.draft.questions import Question
 from eagle3.evaluation.served import ServerFacts
 
 
@@ -34,6 +35,7 @@ class Measured:
 
     all_answers: Acceptance
     without_loops: Acceptance | None  # None: nothing is left, or the answers are not at hand
+    questions: list[Question]  # what `all_answers` adds up
 
 
 @dataclass(frozen=True)
@@ -73,16 +75,15 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report for JSON, with the headline figures at the top."""
-        headlines = {
-            f"tau_{name}": measured.all_answers.tau
-            for name, measured in self._measured().items()
-            if measured is not None
-        }
+        headlines = {f"tau_{name}": measured.all_answers.tau for name, measured in self.measured().items()}
         if self.speed is not None:
             headlines["tokens_per_second_plain"] = self.speed.tokens_per_second_plain
             headlines["tokens_per_second_speculative"] = self.speed.tokens_per_second_speculative
             headlines["speed_up"] = self.speed.speed_up
-        return headlines | dataclasses.asdict(self)
+        values = headlines | dataclasses.asdict(self)
+        for name in self.measured():
+            del values[name]["questions"]  # they have a file of their own
+        return values
 
     def print(self, console: Console) -> None:
         """Prints the table, and what it leaves open in sentences."""
@@ -114,13 +115,15 @@ class Report:
         for line in [*lines, *(f"Warning: {finding}." for finding in self.findings)]:
             console.print(line, highlight=False, markup=False)
 
-    def _measured(self) -> dict[str, Measured | None]:
-        return {
+    def measured(self) -> dict[str, Measured]:
+        """Returns what was measured, by name."""
+        found = {
             "untrained": self.untrained,
             "trained": self.trained,
             "simulated": self.simulated,
             "simulated_store": self.simulated_store,
         }
+        return {name: measured for name, measured in found.items() if measured is not None}
 
     def _acceptance_table(self) -> Table:
         titles = {
@@ -133,17 +136,17 @@ class Report:
         table.add_column("")
         for heading in ("tau", "95 %", "(N-1)/R", "no loops", "by position"):
             table.add_column(heading, justify="right")
-        for name, measured in self._measured().items():
-            if measured is not None:
-                table.add_row(titles[name], *_cells(measured))
+        for name, measured in self.measured().items():
+            table.add_row(titles[name], *_cells(measured))
         return table
 
 
-def measure(rounds: Sequence[AnswerRounds], looping: Sequence[bool], seed: int) -> Measured:
+def measure(questions: list[Question], seed: int) -> Measured:
     """Summarises answers, and once more those that do not loop."""
-    steady = [answer for answer, loops in zip(rounds, looping, strict=True) if not loops]
+    steady = [question.answer for question in questions if not question.loops]
     has_rounds = any(answer.rounds > 0 for answer in steady)
-    return Measured(summarise(rounds, seed), summarise(steady, seed) if has_rounds else None)
+    everything = summarise([question.answer for question in questions], seed)
+    return Measured(everything, summarise(steady, seed) if has_rounds else None, questions)
 
 
 class Stopwatch:

@@ -9,18 +9,19 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from eagle3.board import Board, drafter_files
 from eagle3.config import EvaluateConfig, UserError, config_to_dict
 from eagle3.draft.export import load_drafter
+from eagle3.draft.questions import COLUMNS, QUESTIONS_NAME, rows, write_questions
 from eagle3.draft.target_weights import load_target_config, load_target_weights
 from eagle3.evaluation.local import evaluate_local
 from eagle3.evaluation.report import Measured, Report, Stopwatch, measure, progress_bar
 from eagle3.evaluation.served import ServedAnswer, ServerFacts, SGLangClient, findings, served_rounds
 from eagle3.evaluation.simulate import open_store, simulate_store
-from eagle3.evaluation.turns import ask_all, select_conversations
+from eagle3.evaluation.turns import ask_all, asked, select_conversations
 from eagle3.files import write_whole
-from eagle3.prompts.loops import is_looping
 from eagle3.prompts.rendering import end_token_ids, load_tokenizer
-from eagle3.tracking import git_state, write_provenance
+from eagle3.tracking import PROVENANCE_NAME, digest_file, git_state, identify, open_board, write_provenance
 
 RESULT_NAME = "result.json"
 
@@ -34,15 +35,47 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     _check(config)
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
-    write_provenance(out, {"config": config_to_dict(config)})  # before the work: what is wrong with OUT shows now
-    report = evaluate_local(config) if config.server is None else evaluate_served(config)
-    report = dataclasses.replace(report, peak_memory_bytes=_peak_memory_bytes())
+    inputs = [Path(path) for path in (config.drafter, config.store) if path is not None]
+    # An exported drafter lies in its run's directory.
+    identity = identify(out, config.tracking, "evaluate", inputs=[path.parent for path in inputs[:1]] + inputs[1:])
+    write_provenance(out, identity, config, _facts(config))  # before the work: what is wrong with OUT shows now
+    with open_board(out, config.tracking) as board:
+        if config.drafter is not None:
+            made_by = identity.inputs[0] if (Path(config.drafter).parent / PROVENANCE_NAME).is_file() else "unknown"
+            board.reads(drafter_files(Path(config.drafter), made_by, {}))
+        report = evaluate_local(config) if config.server is None else evaluate_served(config)
+        report = dataclasses.replace(report, peak_memory_bytes=_peak_memory_bytes())
+        _show_results(board, report)
     result = report.to_dict() | {"config": config_to_dict(config), "git": git_state()}
+    write_questions(out / QUESTIONS_NAME, {name: each.questions for name, each in report.measured().items()})
     console = Console()
     report.print(console)
     write_whole(out / RESULT_NAME, json.dumps(result, indent=1) + "\n")
     console.print(f"All figures: {out / RESULT_NAME}", highlight=False, markup=False)
     return result
+
+
+def _facts(config: EvaluateConfig) -> dict[str, Any]:
+    """Returns what run.json says of an evaluation besides machine and code."""
+    files = {
+        "prompts": Path(config.prompts.path) if config.prompts.path is not None else None,
+        "drafter": Path(config.drafter) / "model.safetensors" if config.drafter is not None else None,
+    }
+    digests = {name: digest_file(path) for name, path in files.items() if path is not None and path.is_file()}
+    return {"seeds": {"evaluation": config.seed}, "digests": digests}
+
+
+def _show_results(board: Board, report: Report) -> None:
+    """Shows the headline figures, the drafter's acceptance per position, and every question."""
+    headlines: dict[str, float] = {
+        name: value for name, value in report.to_dict().items() if isinstance(value, int | float)
+    }
+    trained = report.trained.all_answers
+    board.log(0, {"tau": trained.tau, "tau_low": trained.low, "tau_high": trained.high, **headlines})
+    shares = [(str(index + 1), share) for index, share in enumerate(trained.conditional) if share is not None]
+    board.bars("charts/acceptance per position", ("draft position", "accepted, of those reached"), shares)
+    table = [row for name, each in report.measured().items() for row in rows(name, each.questions)]
+    board.table("questions", COLUMNS, table)
 
 
 def evaluate_served(config: EvaluateConfig) -> Report:
@@ -70,16 +103,16 @@ def evaluate_served(config: EvaluateConfig) -> Report:
     with stopwatch.stage("serve"):
         turns = ask_all(conversations, tokenizer, config, answer_all, end_token_ids(tokenizer_path, tokenizer))
     answers = [turn.answer for turn in turns]
-    looping = [is_looping(answer.token_ids) for answer in answers]
     num_draft_tokens = int(facts.flags.get("speculative_num_steps") or config.speculation.num_draft_tokens)
     rounds = served_rounds([turn.sample_id for turn in turns], answers, num_draft_tokens)
+    trained = measure(asked(turns, [answer.token_ids for answer in answers], rounds), config.seed)
     return Report(
         num_draft_tokens=num_draft_tokens,
         max_new_tokens=config.max_new_tokens,
         num_conversations=len(conversations),
         num_answers=len(answers),
-        num_looping=sum(looping),
-        trained=measure(rounds, looping, config.seed),
+        num_looping=sum(bool(question.loops) for question in trained.questions),
+        trained=trained,
         simulated_store=simulated_store,
         tokens_per_second_served=sum(answer.num_tokens for answer in answers) / stopwatch.seconds["serve"],
         server=facts,

@@ -12,6 +12,7 @@ from torch import Tensor
 from eagle3.config import EvaluateConfig, TargetConfig, UserError
 from eagle3.draft.acceptance import AnswerRounds, answer_rounds, summarise
 from eagle3.draft.model import DrafterConfig, Eagle3Drafter
+from eagle3.draft.questions import of_samples
 from eagle3.draft.ttt import chain_matches, pack
 from eagle3.evaluation.report import Measured, progress_bar
 from eagle3.features.manifest import check_same_target
@@ -67,7 +68,8 @@ def simulate_store(
             advance=advance,
         )
     # Which answers of a store loop is not asked: capture cuts its own at the first repetition.
-    return Measured(summarise(rounds, config.seed), without_loops=None)
+    questions = of_samples((store[index] for index in indices), rounds)
+    return Measured(summarise(rounds, config.seed), without_loops=None, questions=questions)
 
 
 def open_store(path: Path, drafter: DrafterConfig, target: TargetConfig) -> FeatureStore:

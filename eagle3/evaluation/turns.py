@@ -12,8 +12,11 @@ from typing import Any, Generic, Protocol, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from eagle3.config import EvaluateConfig, UserError
+from eagle3.draft.acceptance import AnswerRounds
+from eagle3.draft.questions import Question, prompt_digest
 from eagle3.features.record import is_held_out
 from eagle3.prompts.conversations import BadRow, Conversation, read_conversations
+from eagle3.prompts.loops import is_looping
 from eagle3.prompts.rendering import ChatRenderer, RenderingError, answer_text
 
 logger = logging.getLogger(__name__)
@@ -138,3 +141,16 @@ def ask_all(
             f"the first: {dropped[0]}"
         )
     return answered
+
+
+def asked(
+    turns: Sequence[AnsweredTurn[AnswerType]], answers: Sequence[list[int]], rounds: Sequence[AnswerRounds]
+) -> list[Question]:
+    """Joins turns with the token ids of their answers, which may be another drafter's, and what those counted."""
+    first_prompts: dict[str, list[int]] = {}
+    for turn in turns:
+        first_prompts.setdefault(turn.sample_id, turn.prompt_ids)
+    return [
+        Question(prompt_digest(first_prompts[turn.sample_id]), is_looping(token_ids), counted)
+        for turn, token_ids, counted in zip(turns, answers, rounds, strict=True)
+    ]

@@ -1,10 +1,13 @@
 """Reads a store: its samples decoded, or their columns as they are stored, straight to where they are wanted."""
 
+import dataclasses
+import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import xxhash
 from torch import Tensor
 
 from eagle3.config import UserError
@@ -155,6 +158,14 @@ class FeatureStore:
             if index not in self._cache and stored.num_bytes <= self._cache_room:
                 self._cache[index] = kept
                 self._cache_room -= stored.num_bytes
+
+
+def digest_store(store: FeatureStore) -> str:
+    """Returns an xxh3_128 hex digest of what is in a store: manifest, samples in order, their checksums."""
+    digest = xxhash.xxh3_128(json.dumps(dataclasses.asdict(store.manifest), sort_keys=True).encode())
+    for entry in store.entries:
+        digest.update(f"\n{entry.sample_id} {entry.checksum}".encode())
+    return digest.hexdigest()
 
 
 def _check_ids(entries: list[IndexEntry], location: Location) -> None:

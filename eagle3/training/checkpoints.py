@@ -14,13 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle3.config import TrainConfig, UserError, config_to_dict
-from eagle3.features.store import FeatureStore
+from eagle3.features.store import FeatureStore, digest_store
 from eagle3.files import PRIVATE, sync, write_whole
 from eagle3.training.batches import Position
 
@@ -73,14 +72,6 @@ def maths_of(config: TrainConfig) -> dict[str, Any]:
     """Returns the settings that a resumed run must share, by dotted name."""
     flat = _flatten(config_to_dict(config))
     return {name: value for name, value in flat.items() if not {name, name.split(".")[0]} & FREE_SETTINGS}
-
-
-def digest_store(store: FeatureStore) -> str:
-    """Returns an xxh3_128 hex digest of what is in a store: manifest, samples in order, their checksums."""
-    digest = xxhash.xxh3_128(json.dumps(dataclasses.asdict(store.manifest), sort_keys=True).encode())
-    for entry in store.entries:
-        digest.update(f"\n{entry.sample_id} {entry.checksum}".encode())
-    return digest.hexdigest()
 
 
 def save_checkpoint(run_dir: Path, tensors: dict[str, Tensor], state: TrainState) -> Path:

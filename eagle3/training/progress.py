@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 
+from eagle3.board import Metrics
 from eagle3.config import ObjectiveConfig
-from eagle3.tracking import Metrics, Tracker
+from eagle3.tracking import Tracker
 from eagle3.training.batches import StepBatch
 from eagle3.training.optimizer_step import MetricSums, StepResult
 from eagle3.training.validation import Validation
@@ -22,13 +23,20 @@ class StepLog:
     """Adds up the steps between two log lines; its clock runs in steps alone, not in validation and saves."""
 
     def __init__(
-        self, objective: ObjectiveConfig, num_steps: int, steps_per_epoch: int, tracker: Tracker | None
+        self,
+        objective: ObjectiveConfig,
+        num_steps: int,
+        steps_per_epoch: int,
+        tracker: Tracker | None,
+        num_devices: int,
     ) -> None:
         """`tracker` is None on every rank but the main one."""
         self._objective = objective
         self._num_steps = num_steps
         self._steps_per_epoch = steps_per_epoch
         self._tracker = tracker
+        self._num_devices = num_devices
+        self._held_since = time.perf_counter()  # the devices, by what was not written down yet
         self._all_seconds = 0.0
         self._all_steps = 0
         self._sums: MetricSums | None = None  # since the last line, like the rest
@@ -76,6 +84,8 @@ class StepLog:
                     "epoch": step / self._steps_per_epoch,
                     "tokens_per_second": tokens_per_second,
                     "supervised_tokens_per_second": supervised_per_second,
+                    "num_tokens": self._num_tokens,  # since the last line
+                    "device_seconds": self._device_seconds(),
                 },
             )
         self._sums, self._num_tokens, self._num_supervised, self._seconds = None, 0, 0, 0.0
@@ -100,7 +110,14 @@ class StepLog:
                 **positions,
             }
             untrained: dict[str, float] = {"tau_untrained": acceptance.tau} if step == 0 else {}
-            self._tracker.log(step, {**{f"held_out/{name}": value for name, value in held_out.items()}, **untrained})
+            named = {f"held_out/{name}": value for name, value in held_out.items()}
+            self._tracker.log(step, {**named, **untrained, "held_out/device_seconds": self._device_seconds()})
+
+    def _device_seconds(self) -> float:
+        """Returns for how long the devices were held since this was last asked, saves and waiting included."""
+        now = time.perf_counter()
+        seconds, self._held_since = now - self._held_since, now
+        return seconds * self._num_devices
 
     def _at(self, step: int) -> str:
         return f"step {step:06d}/{self._num_steps:06d}"

@@ -13,9 +13,10 @@ import torch
 from accelerate import Accelerator
 from rich.progress import Progress
 
-from eagle3.config import TrainConfig, config_to_dict
+from eagle3.config import TrainConfig
 from eagle3.draft.export import export_drafter
-from eagle3.tracking import Tracker, new_run_dir, run_dir_to_resume, write_provenance
+from eagle3.draft.questions import QUESTIONS_NAME, write_questions
+from eagle3.tracking import Tracker, identify, new_run_dir, open_board, run_dir_to_resume, write_provenance
 from eagle3.training.batches import Batches
 from eagle3.training.checkpoints import (
     TrainState,
@@ -31,6 +32,7 @@ from eagle3.training.inputs import Inputs, load_inputs
 from eagle3.training.model_card import model_card
 from eagle3.training.optimizer_step import learning_rate_at, take_step
 from eagle3.training.progress import StepLog, progress_bars
+from eagle3.training.results import HELD_OUT, show_inputs, show_results
 from eagle3.training.validation import Validation, validate
 
 logger = logging.getLogger(__name__)
@@ -87,14 +89,16 @@ def train_among_ranks(config: TrainConfig, inputs: Inputs, accelerator: Accelera
         logger.info("%s is complete: %d of %d steps", run_dir, state.step, num_steps)
     else:
         with open_tracker(run, state) as tracker, StopSignal() as stop:
-            take_steps(run, state, tracker, stop)
+            state = take_steps(run, state, tracker, stop)
+            if tracker is not None and state.step == num_steps:
+                show_results(tracker, run_dir, state, run_dir / DRAFTER_NAME)
     return run_dir
 
 
-def take_steps(run: Run, state: TrainState, tracker: Tracker | None, stop: "StopSignal") -> None:
-    """Trains from `state` to the last step, or until the process is asked to stop."""
+def take_steps(run: Run, state: TrainState, tracker: Tracker | None, stop: "StopSignal") -> TrainState:
+    """Trains from `state` to the last step, or until the process is asked to stop; returns where that is."""
     config, settings, engine = run.config, run.config.run, run.engine
-    log = StepLog(config.objective, run.num_steps, run.batches.steps_per_epoch, tracker)
+    log = StepLog(config.objective, run.num_steps, run.batches.steps_per_epoch, tracker, engine.world.size)
     first_step = saved_step = state.step
     saved_state = state
     with progress_bars(shown=engine.world.is_main) as bars:
@@ -110,7 +114,7 @@ def take_steps(run: Run, state: TrainState, tracker: Tracker | None, stop: "Stop
                 save(run, state)
                 saved_step = state.step
             if is_last:
-                return
+                return state
 
             with log.clock():
                 batch = run.batches.load(state.position)
@@ -125,7 +129,7 @@ def take_steps(run: Run, state: TrainState, tracker: Tracker | None, stop: "Stop
             if result.stop_requested:
                 path = save(run, state)
                 logger.info("stopped: saved %s; the same command with run.resume=auto goes on from it", path)
-                return
+                return state
 
 
 def validate_and_export(run: Run, state: TrainState, log: StepLog, bars: Progress) -> TrainState:
@@ -147,6 +151,7 @@ def validate_and_export(run: Run, state: TrainState, log: StepLog, bars: Progres
         export_drafter(
             run.engine.module.drafter, run.dir / DRAFTER_NAME, target_config=run.inputs.target_config, card=card
         )
+        write_questions(run.dir / QUESTIONS_NAME, {HELD_OUT: validation.questions})
     return state
 
 
@@ -197,7 +202,10 @@ def begin_or_resume(config: TrainConfig, inputs: Inputs, engine: Engine) -> tupl
         run_dir = from_main(new_run_dir(Path(config.run.dir)) if world.is_main else Path(config.run.dir))
         logger.info("new run in %s", run_dir)
     if world.is_main:
-        write_provenance(run_dir, facts(config, inputs, engine, state))
+        identity = identify(
+            run_dir, config.tracking, "train", inputs=[Path(config.data.path)], resumes=checkpoint is not None
+        )
+        write_provenance(run_dir, identity, config, facts(config, inputs, engine, state))
     return run_dir, state
 
 
@@ -205,13 +213,16 @@ def facts(config: TrainConfig, inputs: Inputs, engine: Engine, state: TrainState
     """Returns what run.json says of a run besides machine and code."""
     return {
         "from_step": state.step,
-        "config": config_to_dict(config),
         "seeds": {"run": config.run.seed, "data": config.data.seed},
         "setup": str(engine.setup),
         "device": str(engine.world.device),
+        "num_devices": engine.world.size,
+        "num_draft_tokens": config.objective.ttt_steps,
         "num_parameters": sum(parameter.numel() for parameter in engine.module.parameters()),
         "store": {
             "digest": state.store_digest,
+            "num_bytes": inputs.store.num_bytes,
+            "num_tokens": inputs.store.num_tokens,
             "manifest": dataclasses.asdict(inputs.store.manifest),
             "num_train_samples": len(inputs.train_indices),
             "num_held_out_samples": len(inputs.held_out_indices),
@@ -223,7 +234,9 @@ def open_tracker(run: Run, state: TrainState) -> contextlib.AbstractContextManag
     """Opens the run's tracker on the main rank; the others get None."""
     if not run.engine.world.is_main:
         return contextlib.nullcontext()
-    return Tracker(run.dir, run.config.tracking, config_to_dict(run.config), step=state.step)
+    tracker = Tracker(run.dir, open_board(run.dir, run.config.tracking), step=state.step)
+    show_inputs(tracker, run.inputs.store, state.store_digest)
+    return tracker
 
 
 class StopSignal:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from rich.progress import Progress
 
-from eagle3.draft.acceptance import Acceptance, AnswerRounds, answer_rounds, summarise
+from eagle3.draft.acceptance import Acceptance, answer_rounds, summarise
+from eagle3.draft.questions import Question, of_samples
 from eagle3.draft.ttt import chain_matches, pack
 from eagle3.features.store import FeatureStore
 from eagle3.training.batches import deal
@@ -25,6 +26,7 @@ class Validation:
 
     acceptance: Acceptance
     sums: MetricSums
+    questions: list[Question]  # what `acceptance` adds up, by sample
 
 
 @torch.no_grad()
@@ -34,17 +36,19 @@ def validate(
     """Scores the samples at `indices`, dealt over the ranks; every rank gets the same result."""
     ttt_steps = module.objective.ttt_steps
     sums = torch.zeros(4, ttt_steps, dtype=torch.float64, device=world.device)
-    rounds: list[AnswerRounds] = []
+    questions: list[Question] = []
     packs = deal([store.entries[index].num_tokens for index in indices], batch_tokens, world.size)
     bar = bars.add_task("held-out samples", total=len(indices) / world.size)
     for members in packs[world.rank :: world.size]:
-        packed = pack([store[indices[i]] for i in members]).to(world.device)
+        samples = [store[indices[i]] for i in members]
+        packed = pack(samples).to(world.device)
         sums += module(packed)[1]
         with module.autocast():
             chains = chain_matches(module.drafter, module.target.embed_tokens, packed, ttt_steps)
-        rounds += answer_rounds(packed, chains)
+        questions += of_samples(samples, answer_rounds(packed, chains))
         bars.advance(bar, len(members))
     bars.remove_task(bar)
     # By sample, so that the resampling does not depend on how they were dealt; answers of one stay in order.
-    everywhere = sorted((each for part in gather(rounds) for each in part), key=lambda each: each.sample_id)
-    return Validation(summarise(everywhere, BOOTSTRAP_SEED), MetricSums(*reduce_sum(sums).cpu()))
+    everywhere = sorted((each for part in gather(questions) for each in part), key=lambda each: each.answer.sample_id)
+    acceptance = summarise([question.answer for question in everywhere], BOOTSTRAP_SEED)
+    return Validation(acceptance, MetricSums(*reduce_sum(sums).cpu()), everywhere)

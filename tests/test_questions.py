@@ -1,0 +1,42 @@
+"""Counters come back from their file as they were, and a line that holds none is named."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from eagle3.config import UserError
+from eagle3.draft.acceptance import AnswerRounds
+from eagle3.draft.questions import Question, of_samples, prompt_digest, read_questions, write_questions
+from eagle3.features.record import FeatureSample
+
+ANSWER = AnswerRounds("a", num_tokens=10, rounds=6.25, reached=(6.25, 3.0), accepted=(3.0, 0.5))
+
+
+def test_questions_come_back_as_they_were(tmp_path: Path) -> None:
+    other = dataclasses.replace(ANSWER, sample_id="b")
+    measures = {
+        "trained": [Question("p", True, ANSWER), Question("q", None, other)],
+        "simulated": [Question("p", False, ANSWER)],
+    }
+    write_questions(tmp_path / "q.jsonl", measures)
+    assert read_questions(tmp_path / "q.jsonl") == measures
+
+
+@pytest.mark.parametrize("line", ["{", "5", "{}", '{"measure": "trained"}'])
+def test_a_line_without_counters_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "q.jsonl"
+    write_questions(path, {"trained": [Question("p", True, ANSWER)]})
+    with path.open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(UserError, match=r"every question must have the counters measure, .* line 2\); evaluate again"):
+        read_questions(path)
+
+
+def test_a_prompt_is_what_stands_before_the_first_answer(make_sample: Callable[..., FeatureSample]) -> None:
+    sample = make_sample("a", [0, 0, 1, 1, 0, 1])
+    (question,) = of_samples([sample], [ANSWER])
+    assert question.prompt == prompt_digest(sample.input_ids[:2].tolist())
+    assert question.prompt != prompt_digest(sample.input_ids[:3].tolist())
+    assert question.answer is ANSWER

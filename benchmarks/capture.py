@@ -60,15 +60,15 @@ SMOLLM2 = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-# DeepSeek-V3's layers with fewer of them and fewer experts, so that they fit beside each other twice. As many experts
-# work on a token as in the real model, so a layer's time is the real one's; it has ten times the layers.
+# DeepSeek-V3 with 16 of its 61 layers and of its 256 experts, so that two of them fit on one GPU. As many experts work
+# on a token as in the real model, so a layer's work is the real one's, and the model's a quarter of it.
 DEEPSEEK_V3 = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
     "hidden_size": 7168,
     "intermediate_size": 18432,
     "moe_intermediate_size": 2048,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 16,
     "num_attention_heads": 128,
     "num_key_value_heads": 128,
     "n_routed_experts": 16,

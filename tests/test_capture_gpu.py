@@ -85,7 +85,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", **COMMON, **HEADS},
     "deepseek_v3": {"model_type": "deepseek_v3", **COMMON, **EXPERTS},
 }
-VISION = {"num_attention_heads": 2, "num_hidden_layers": 1, "hidden_size": 128, "intermediate_size": 128}
+VISION = {
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "intermediate_size": 128,
+    "hidden_size": 128,
+    "vt_hidden_size": 128,
+    "mm_hidden_size": 128,
+}
 
 
 @dataclass(frozen=True)
@@ -118,7 +125,7 @@ def write_kimi(directory: Path, text_directory: Path) -> Path:
         "model_type": "kimi_k25",
         "torch_dtype": "bfloat16",
         "text_config": text_config,
-        "vision_config": {**VISION, "mm_hidden_size": 128, "text_hidden_size": text_config["hidden_size"]},
+        "vision_config": {**VISION, "text_hidden_size": text_config["hidden_size"]},
         "media_placeholder_token_id": VOCAB_SIZE - 1,
     }
     (directory / "config.json").write_text(json.dumps(config, indent=1))
@@ -147,7 +154,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serve
         kimi = write_kimi(root / "kimi_k25", targets["deepseek_v3"])
         url = stack.enter_context(text_server(kimi, staging, root / "kimi_k25.log"))
         config = ServerConfig(urls=[url], staging_dir=str(staging))
-        wait_for_start(url)
         started["kimi_k25"] = config, *stack.enter_context(capturing_servers(config, str(kimi), LAYERS))
         targets["kimi_k25"] = targets["deepseek_v3"]
         yield {
@@ -172,13 +178,15 @@ def text_server(target: Path, staging: Path, log_path: Path) -> Iterator[str]:
             start_new_session=True,
         )
     try:
-        yield f"http://127.0.0.1:{port}"
+        url = f"http://127.0.0.1:{port}"
+        wait_for_start(url, process, log_path)
+        yield url
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
-def wait_for_start(url: str) -> None:
+def wait_for_start(url: str, process: "subprocess.Popen[bytes]", log_path: Path) -> None:
     """Returns once a server listens, which it does when its model is loaded."""
     deadline = time.monotonic() + 300
     while True:
@@ -186,6 +194,7 @@ def wait_for_start(url: str) -> None:
             requests.get(f"{url}/server_info", timeout=5)
             return
         except requests.RequestException:
+            assert process.poll() is None, log_path.read_text()[-2000:]
             assert time.monotonic() < deadline, url
             time.sleep(1)
 

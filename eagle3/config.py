@@ -49,9 +49,13 @@ class TrackingConfig:
 class PromptsConfig:
     """Which conversations go in, and how the target's template renders them."""
 
-    path: str | None = None  # JSONL; --prompts sets it
-    max_tokens: int = 4096  # rows whose rendered ids are longer are dropped and counted
+    path: str | None = None  # a file, a glob, a folder, or hf:OWNER/NAME[:CONFIG][@SPLIT]; --prompts sets it
+    max_tokens: int = 4096  # rows whose rendered ids are longer are too long, and counted
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # as sent to the server, e.g. enable_thinking
+    chat_template: str | None = None  # a file with a template that replaces the tokenizer's
+    too_long: Literal["drop", "truncate", "split"] = "drop"  # of given answers: truncate and split cut between turns
+    train_on: Literal["all", "last"] = "all"  # which assistant turns are supervised, where answers are given
+    max_row_bytes: int = 4 * 2**20  # larger rows are not tokenized but refused and counted
     fail_on_bad_row: bool = False  # true: the first malformed row ends the run
 
 

@@ -54,7 +54,7 @@ def test_fields_that_change_nothing_are_accepted(tmp_path: Path) -> None:
         "source": "x",
         "tools": [],
         "system": "",
-        "messages": [{**QUESTION, "name": "x", "tool_calls": None}],
+        "messages": [{**QUESTION, "weight": 1, "tool_calls": None}],
     }
     assert rows_of(tmp_path, row) == [Conversation(id="1", messages=(QUESTION,), line=1)]
 
@@ -115,7 +115,10 @@ BAD_ROWS: dict[str, tuple[Any, str]] = {
     "nested too deep": ("[" * 200_000, "row must be JSON in UTF-8, got b'[[["),
     "a list": ([QUESTION], "row must be a JSON object, got a list"),
     "a string": ('"text"', "row must be a JSON object, got a string"),
-    "no messages": ({"text": "x", "id": 1}, "row must have either 'messages' or 'conversations', got the fields ['id'"),
+    "no messages": (
+        {"texts": "x", "id": 1},
+        "row must have messages, conversations, prompt and completion",
+    ),
     "both forms": (
         {"messages": [QUESTION], "conversations": [QUESTION]},
         "row must have either 'messages' or 'conversations', got the fields ['conversations', 'messages']",
@@ -132,20 +135,24 @@ BAD_ROWS: dict[str, tuple[Any, str]] = {
         "messages[0] must have role and content (or from and value), got the fields ['role']",
     ),
     "unknown role": (
-        {"conversations": [{"from": "observation", "value": "x"}]},
-        "conversations[0].from must be one of system, user, human, assistant, gpt, got 'observation'",
+        {"conversations": [{"from": "moderator", "value": "x"}]},
+        "conversations[0].from must be one of system, developer, user, assistant, tool or ShareGPT's names for them, ",
     ),
     "role of the wrong type": (
         {"messages": [{"role": ["user"], "content": "x"}]},
-        "messages[0].role must be one of system, user, human, assistant, gpt, got ['user']",
+        "messages[0].role must be one of system, developer, user, assistant, tool or ShareGPT's names for them, ",
     ),
     "content is null": (
         {"messages": [QUESTION, {"role": "assistant", "content": None}]},
-        "messages[1].content must be a string, got null",
+        "messages[1].content must be an assistant turn with text, got ''",
     ),
-    "content is parts": (
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]},
-        "messages[0].content must be a string, got a list",
+    "a question of null": (
+        {"messages": [{"role": "user", "content": None}]},
+        "messages[0].content must be a string, got null",
+    ),
+    "content has an image": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages[0].content[0] must be a part of type 'text', got 'image_url'",
     ),
     "content is a number": (
         {"messages": [{"role": "user", "content": 3.5}]},
@@ -179,13 +186,13 @@ BAD_ROWS: dict[str, tuple[Any, str]] = {
         '{"messages": [{"role": "user", "content": "\\ud83d"}]}',
         "messages[0].content must be valid Unicode, got half of a surrogate pair",
     ),
-    "tools": (
-        {"tools": [{"name": "f"}], "messages": [QUESTION]},
-        "row must have no 'tools' field, which is not supported, got [{'name': 'f'}]",
+    "functions": (
+        {"functions": [{"name": "f"}], "messages": [QUESTION]},
+        "row must have tools instead of the old 'functions' field, got [{'name': 'f'}]",
     ),
-    "tool calls": (
-        {"messages": [QUESTION, {**ANSWER, "tool_calls": [{"name": "f"}]}]},
-        "messages[1] must have no 'tool_calls' field, which is not supported, got [{'name': 'f'}]",
+    "tools without a name": (
+        {"tools": [{"function": {}}], "messages": [QUESTION]},
+        "tools[0] must have a name, got {'function': {}}",
     ),
     "id of the wrong type": (
         {"id": ["a" * 80], "messages": [QUESTION]},
@@ -218,17 +225,17 @@ def test_a_bad_row_does_not_take_its_id(tmp_path: Path) -> None:
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "nothing.jsonl"
-    with pytest.raises(UserError, match=r"prompts must be a JSONL file, got no file at '.*nothing\.jsonl'; check"):
+    with pytest.raises(UserError, match=r"prompts must be a file, got no file at '.*nothing\.jsonl'; check"):
         read_conversations(path)
 
 
 def test_a_directory_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"prompts must be a JSONL file, got a directory \('.*'\); name one file in it"):
+    with pytest.raises(UserError, match=r"a directory with files of .*, got a directory without any \('.*'\)"):
         read_conversations(tmp_path)
 
 
 def test_a_device_is_no_directory() -> None:
-    with pytest.raises(UserError, match=r"must be a JSONL file, got a device or a pipe, which cannot be read twice"):
+    with pytest.raises(UserError, match=r"must be a file, got a device or a pipe, which cannot be read twice"):
         read_conversations(Path("/dev/null"))
 
 

@@ -394,7 +394,7 @@ def test_settings_that_cannot_work_are_named_all_at_once(tiny_target: Path, tmp_
 
 
 def test_no_prompts_are_an_error(tiny_target: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"prompts.path must be a JSONL file, got none; name one with --prompts"):
+    with pytest.raises(UserError, match=r"prompts.path must be a file, got none; name one with --prompts"):
         run_extraction(make_config(tiny_target, tmp_path, prompts=PromptsConfig()))
 
 

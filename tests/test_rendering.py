@@ -9,10 +9,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast
 
 from eagle3.config import UserError
+from eagle3.prompts.answers import RenderingError
 from eagle3.prompts.rendering import (
     ChatRenderer,
     Rendered,
-    RenderingError,
     answer_text,
     end_token_ids,
     load_tokenizer,
@@ -283,13 +283,24 @@ def test_a_template_whose_python_fails_is_named(expression: str) -> None:
         renderer.prompt_ids([TALK[0]])
 
 
-def test_a_template_that_rewrites_history_needs_generation_tags() -> None:
-    with pytest.raises(
-        RenderingError, match=r"render messages\[:1\] with the generation prompt as the beginning"
-    ) as info:
-        tagged(HEADER + TEXT + END + NEWLINE, THINK).render(TALK)
-    assert "got 'assistant\\nA\\n\\n1.<|im_end|>" in str(info.value)
-    assert "instead of 'assistant\\n<think>\\n</think>\\n'" in str(info.value)
+def test_an_answer_that_the_template_rewrites_is_context() -> None:
+    # Where later turns see an answer without what its prompt ended in, only the last one is as the target wrote it.
+    tokenizer = make_tokenizer(ANSWERING_TEMPLATE % (HEADER + TEXT + END + NEWLINE, THINK), CHATML_SPECIALS)
+    rendered = ChatRenderer(tokenizer, {}).render(TALK)
+    assert rendered.num_context == 1
+    assert written(ChatRenderer(tokenizer, {}), tokenizer, TALK) == ["12\U0001f600<|im_end|>"]
+    text = str(tokenizer.decode(rendered.input_ids))
+    history = "assistant\nA\n\n1.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert text.endswith(history + THINK + "12\U0001f600<|im_end|>")
+
+
+def test_a_template_that_rewrites_the_question_is_an_error() -> None:
+    template = ANSWERING_TEMPLATE.replace("message['content'] +", "message['content'] + (loop.last | string) +")
+    renderer = ChatRenderer(make_tokenizer(template % (HEADER + TEXT + END, ""), CHATML_SPECIALS), {})
+    with pytest.raises(RenderingError, match=r"render messages\[:1\] with the generation prompt as the beg") as info:
+        renderer.render(TALK[:2])
+    assert "HiFalse<|im_end|>" in str(info.value)
+    assert "HiTrue<|im_end|>" in str(info.value)
 
 
 def test_tags_around_some_answers_only_are_an_error() -> None:
@@ -315,7 +326,9 @@ def test_an_answer_without_an_end_token_is_an_error() -> None:
 
 
 def test_an_answer_that_spells_a_control_token_is_an_error() -> None:
-    with pytest.raises(RenderingError, match=r"messages\[1\] must decode to its text 'a<\|im_end\|>b', got 'a'"):
+    with pytest.raises(
+        RenderingError, match=r"messages\[1\] must .*, got one that spells the control token '<\|im_end\|>'"
+    ):
         ChatRenderer(smollm2(), {}).render([TALK[0], {"role": "assistant", "content": "a<|im_end|>b"}])
 
 

@@ -9,7 +9,7 @@ import pytest
 from eagle3.capture.generation import Generation
 from eagle3.capture.regenerate import Answered, answer_conversations
 from eagle3.capture.selection import Selection, TooLong, select_rows
-from eagle3.config import RegenerateConfig, UserError
+from eagle3.config import PromptsConfig, RegenerateConfig, UserError
 from eagle3.plan import SampleSize
 from eagle3.prompts.rendering import ChatRenderer, load_tokenizer
 
@@ -30,8 +30,9 @@ def turns(*contents: str) -> dict[str, Any]:
 def select(tmp_path: Path, tokenizer: Any, rows: list[Any], regenerate: RegenerateConfig, **limits: Any) -> Selection:
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    limits = {"max_tokens": 200, "fail_on_bad_row": False, **limits}
-    return select_rows(path, ChatRenderer(tokenizer, {}), regenerate, **limits)
+    max_tokens = limits.pop("max_tokens", 200)
+    prompts = PromptsConfig(str(path), **limits)
+    return select_rows(prompts, ChatRenderer(tokenizer, {}), regenerate, max_tokens=max_tokens)
 
 
 def test_rows_are_kept_or_named_with_line_and_reason(tmp_path: Path, tokenizer: Any) -> None:

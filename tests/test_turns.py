@@ -140,5 +140,5 @@ def test_bad_rows_are_counted_or_end_the_run(tmp_path: Path, caplog: pytest.LogC
 
 
 def test_prompts_must_be_named() -> None:
-    with pytest.raises(UserError, match=r"prompts.path must name a JSONL file, got null"):
+    with pytest.raises(UserError, match=r"prompts.path must name a file, got null"):
         select_conversations(EvaluateConfig())

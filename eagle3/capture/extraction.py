@@ -35,8 +35,9 @@ from eagle3.features.store import FeatureStore, digest_store
 from eagle3.features.writer import FeatureWriter
 from eagle3.plan import SampleSize, plan_extraction, readable_bytes
 from eagle3.prompts.conversations import BadRow
-from eagle3.prompts.rendering import ChatRenderer, load_tokenizer, tokenizer_digest
-from eagle3.tracking import digest_file, git_state, identify, open_board, write_provenance
+from eagle3.prompts.rendering import ChatRenderer, load_tokenizer, make_renderer, tokenizer_digest
+from eagle3.prompts.sources import digest_sources, find_sources
+from eagle3.tracking import git_state, identify, open_board, write_provenance
 
 logger = logging.getLogger(__name__)
 
@@ -55,18 +56,12 @@ def run_extraction(config: ExtractConfig) -> ExtractionReport:
         )
     check_settings(config)
     if config.prompts.path is None:
-        raise UserError("prompts.path must be a JSONL file, got none; name one with --prompts")
+        raise UserError("prompts.path must be a file, got none; name one with --prompts")
     tokenizer = load_tokenizer(config.target.path, config.target.trust_remote_code)
     facts = read_target(config.target)
-    renderer = ChatRenderer(tokenizer, config.prompts.chat_template_kwargs)
+    renderer = make_renderer(tokenizer, config.prompts)
     max_tokens = min(config.prompts.max_tokens, facts.max_tokens)
-    selection = select_rows(
-        Path(config.prompts.path),
-        renderer,
-        config.regenerate,
-        max_tokens=max_tokens,
-        fail_on_bad_row=config.prompts.fail_on_bad_row,
-    )
+    selection = select_rows(config.prompts, renderer, config.regenerate, max_tokens=max_tokens)
     manifest = build_manifest(config, facts, renderer, tokenizer)
     store, store_path = config.store, Path(config.store.path)
     stored_ids, quarantined_ids = _stored(store_path, manifest), _quarantined(store_path)
@@ -162,7 +157,7 @@ def build_manifest(
         vocab_size=facts.vocab_size,
         tokenizer_digest=tokenizer_digest(tokenizer),
         chat_template_digest=renderer.template_digest(),
-        prompts_digest=digest_file(Path(str(config.prompts.path))),
+        prompts_digest=digest_sources(find_sources(str(config.prompts.path))),
         last_rows=config.store.last_rows,
         generation=generation if regenerate.enabled else {},
         git_commit=f"{git['commit']}{'+changes' if git['dirty'] else ''}" if git["commit"] else None,
@@ -216,7 +211,10 @@ def _quarantined(store_path: Path) -> set[str]:
 
 
 def _write_rejected(store_path: Path, rows: Sequence[BadRow | TooLong]) -> None:
-    lines = [json.dumps({"line": row.line, "reason": row.reason}) + "\n" for row in rows]
+    lines = [
+        json.dumps({"line": row.line, "reason": row.reason} | ({"file": row.file} if row.file else {})) + "\n"
+        for row in rows
+    ]
     write_atomically(store_path / REJECTED_NAME, "".join(lines))
 
 

@@ -25,6 +25,7 @@ from eagle3.features.index import write_atomically
 from eagle3.features.record import FeatureSample, supervised_rows
 from eagle3.features.writer import FeatureWriter
 from eagle3.prompts.conversations import BadRow
+from eagle3.prompts.lengths import render_row
 from eagle3.prompts.rendering import ChatRenderer
 
 logger = logging.getLogger(__name__)
@@ -135,7 +136,7 @@ class Pipeline:
             )
 
     def _given(self, chunk: Sequence[Row]) -> list[_Tokens]:
-        rendered = [self._renderer.render(row.conversation.messages) for row in chunk]
+        rendered = [render_row(self._renderer, row.conversation) for row in chunk]
         return [_Tokens(row, each.input_ids, each.loss_mask) for row, each in zip(chunk, rendered, strict=True)]
 
     def _answered(self, chunk: Sequence[Row], log: AnswerLog) -> list[_Tokens]:

@@ -11,8 +11,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from eagle3.capture.generation import Generation
+from eagle3.prompts.answers import RenderingError
 from eagle3.prompts.conversations import BadRow, Conversation
-from eagle3.prompts.rendering import ChatRenderer, RenderingError, answer_text
+from eagle3.prompts.rendering import ChatRenderer, answer_text
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def _next_prompt(dialogue: _Dialogue, renderer: ChatRenderer, max_tokens: int) -
     dialogue.messages += dialogue.unread[:turn_end]
     dialogue.unread = dialogue.unread[turn_end:]
     try:
-        prompt = renderer.prompt_ids(dialogue.messages)
+        prompt = renderer.prompt_ids(dialogue.messages, dialogue.conversation.options)
     except RenderingError as error:
         dialogue.problem = str(error)
         return None

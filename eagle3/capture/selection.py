@@ -4,18 +4,19 @@ Nothing here runs the target, so that a whole file is known before anything is s
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from eagle3.capture.regenerate import count_user_turns
-from eagle3.config import RegenerateConfig, UserError
+from eagle3.config import PromptsConfig, RegenerateConfig, UserError
 from eagle3.plan import SampleSize
+from eagle3.prompts.answers import RenderingError
 from eagle3.prompts.conversations import BadRow, Conversation, read_conversations
-from eagle3.prompts.rendering import ChatRenderer, RenderingError
+from eagle3.prompts.lengths import fit, render_row
+from eagle3.prompts.rendering import ChatRenderer
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class TooLong:
 
     line: int  # 1-based
     reason: str
+    file: str | None = None  # which of several
 
 
 @dataclass(frozen=True)
@@ -41,35 +43,43 @@ class Selection:
     rows: list[Row]
     bad_rows: list[BadRow]
     too_long: list[TooLong]
+    shortened: list[int] = field(default_factory=list)  # lines of rows that were cut at a turn, or split
 
     @property
     def rejected(self) -> list[BadRow | TooLong]:
         """Everything that is left out, in file order."""
-        return sorted([*self.bad_rows, *self.too_long], key=lambda row: row.line)
+        return sorted([*self.bad_rows, *self.too_long], key=lambda row: (row.file or "", row.line))
 
 
 def select_rows(
-    path: Path, renderer: ChatRenderer, regenerate: RegenerateConfig, *, max_tokens: int, fail_on_bad_row: bool
+    prompts: PromptsConfig, renderer: ChatRenderer, regenerate: RegenerateConfig, *, max_tokens: int
 ) -> Selection:
-    """Reads and renders every row of a prompts file; rows of more than `max_tokens` tokens are too long.
+    """Reads and renders every row of the prompts; rows of more than `max_tokens` tokens are too long.
 
     Raises:
-        UserError: the file cannot be read, has no usable row, or has a bad one and `fail_on_bad_row` is set.
+        UserError: the file cannot be read, has no usable row, or has a bad one and prompts.fail_on_bad_row is set.
     """
     selection = Selection([], [], [])
+    path = str(prompts.path)
     columns = (SpinnerColumn(), TextColumn("reading prompts"), TaskProgressColumn(show_speed=True), TimeElapsedColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        for row in progress.track(read_conversations(path), total=None):
-            result = _examine(row, renderer, regenerate, max_tokens) if isinstance(row, Conversation) else row
-            if isinstance(result, Row):
-                selection.rows.append(result)
+        for row in progress.track(read_conversations(path, prompts.max_row_bytes), total=None):
+            result: list[Row] | BadRow | TooLong
+            if isinstance(row, BadRow):
+                result = row
+            else:
+                result = _examine(row, renderer, regenerate, max_tokens, prompts.too_long)
+            if isinstance(result, list):
+                selection.rows.extend(result)
+                if len(result) > 1 or result[0].conversation is not row:
+                    selection.shortened.append(row.line)
             elif isinstance(result, TooLong):
                 selection.too_long.append(result)
-            elif fail_on_bad_row:
+            elif prompts.fail_on_bad_row:
                 raise UserError(
                     f"every row must be usable with prompts.fail_on_bad_row=true, got a bad one: {result.reason} "
-                    f"({path}, line {result.line}); correct it or leave the setting off"
+                    f"({result.file or path}, line {result.line}); correct it or leave the setting off"
                 )
             else:
                 selection.bad_rows.append(result)
@@ -77,48 +87,51 @@ def select_rows(
         first = selection.rejected[0]
         raise UserError(
             f"prompts must have at least one usable row, got none of {len(selection.rejected)}: line {first.line}, "
-            f"{first.reason} ({path}); correct the file"
+            f"{first.reason} ({first.file or path}); correct the file"
         )
     return selection
 
 
 def _examine(
-    conversation: Conversation, renderer: ChatRenderer, regenerate: RegenerateConfig, max_tokens: int
-) -> Row | BadRow | TooLong:
+    row: Conversation,
+    renderer: ChatRenderer,
+    regenerate: RegenerateConfig,
+    max_tokens: int,
+    too_long: Literal["drop", "truncate", "split"],
+) -> list[Row] | BadRow | TooLong:
     try:
         if regenerate.enabled:
-            return _size_with_answers_to_come(conversation, renderer, regenerate.max_new_tokens, max_tokens)
-        return _size_with_given_answers(conversation, renderer, max_tokens)
+            return _size_with_answers_to_come(row, renderer, regenerate.max_new_tokens, max_tokens)
+        rendered = render_row(renderer, row)
+        if not any(rendered.loss_mask):
+            return BadRow(row.line, "row must have an assistant turn to learn from, got none", row.file)
+        samples = fit(renderer, row, rendered, max_tokens=max_tokens, too_long=too_long)
     except RenderingError as error:
-        return BadRow(conversation.line, str(error))
-
-
-def _size_with_given_answers(
-    conversation: Conversation, renderer: ChatRenderer, max_tokens: int
-) -> Row | BadRow | TooLong:
-    rendered = renderer.render(conversation.messages)
-    num_tokens, num_supervised = len(rendered.input_ids), sum(rendered.loss_mask)
-    if num_supervised == 0:
-        return BadRow(conversation.line, "row must have an assistant turn to learn from, got none")
-    if num_tokens > max_tokens:
-        return TooLong(conversation.line, f"row must have at most {max_tokens} tokens, got {num_tokens}")
-    return Row(conversation, SampleSize(num_tokens, num_supervised))
+        return BadRow(row.line, str(error), row.file)
+    if not samples:
+        reason = f"row must have at most {max_tokens} tokens, got {len(rendered.input_ids)}"
+        return TooLong(row.line, reason, row.file)
+    sizes = [SampleSize(len(each.rendered.input_ids), sum(each.rendered.loss_mask)) for each in samples]
+    return [Row(sample.conversation, size) for sample, size in zip(samples, sizes, strict=True)]
 
 
 def _size_with_answers_to_come(
-    conversation: Conversation, renderer: ChatRenderer, max_new_tokens: int, max_tokens: int
-) -> Row | BadRow | TooLong:
-    first_prompt = renderer.prompt_ids(_until_first_user_turn(conversation.messages))
+    row: Conversation, renderer: ChatRenderer, max_new_tokens: int, max_tokens: int
+) -> list[Row] | BadRow | TooLong:
+    problem = row.why_not_answerable()
+    if problem is not None:
+        return BadRow(row.line, f"{problem} with regenerate.enabled=false", row.file)
+    first_prompt = renderer.prompt_ids(_until_first_user_turn(row.messages), row.options)
     if len(first_prompt) >= max_tokens:
         reason = f"prompt must have fewer than {max_tokens} tokens, got {len(first_prompt)}"
-        return TooLong(conversation.line, reason)
-    num_turns = count_user_turns(conversation)
+        return TooLong(row.line, reason, row.file)
+    num_turns = count_user_turns(row)
     num_prompt_tokens = len(first_prompt)
     if num_turns > 1:
-        num_prompt_tokens = len(renderer.prompt_ids(_with_placeholders(conversation.messages)))
+        num_prompt_tokens = len(renderer.prompt_ids(_with_placeholders(row.messages), row.options))
     num_tokens = min(max_tokens, num_prompt_tokens + num_turns * max_new_tokens)
     num_supervised = min(num_turns * max_new_tokens, max_tokens - len(first_prompt))
-    return Row(conversation, SampleSize(num_tokens, num_supervised))
+    return [Row(row, SampleSize(num_tokens, num_supervised))]
 
 
 def _until_first_user_turn(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

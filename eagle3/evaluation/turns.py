@@ -6,7 +6,6 @@ Recorded answers are never shown to the target: a drafter serves the target's ow
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -15,9 +14,10 @@ from eagle3.config import EvaluateConfig, UserError
 from eagle3.draft.acceptance import AnswerRounds
 from eagle3.draft.questions import Question, prompt_digest
 from eagle3.features.record import is_held_out
+from eagle3.prompts.answers import RenderingError
 from eagle3.prompts.conversations import BadRow, Conversation, read_conversations
 from eagle3.prompts.loops import is_looping
-from eagle3.prompts.rendering import ChatRenderer, RenderingError, answer_text
+from eagle3.prompts.rendering import answer_text, make_renderer
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +50,14 @@ def select_conversations(config: EvaluateConfig) -> list[Conversation]:
         UserError: no file is named, nothing is left, or a row is bad and prompts.fail_on_bad_row is set.
     """
     if config.prompts.path is None:
-        raise UserError("prompts.path must name a JSONL file, got null; set it in the config or as prompts.path=FILE")
+        raise UserError("prompts.path must name a file, got null; set it in the config or as prompts.path=FILE")
     kept: list[Conversation] = []
     bad_rows: list[BadRow] = []
     num_read = 0
-    for row in read_conversations(Path(config.prompts.path)):
+    for read in read_conversations(config.prompts.path, config.prompts.max_row_bytes):
         num_read += 1
+        problem = None if isinstance(read, BadRow) else read.why_not_answerable()
+        row = read if problem is None else BadRow(read.line, problem, read.file)
         if isinstance(row, BadRow):
             bad_rows.append(row)
             if config.prompts.fail_on_bad_row:
@@ -109,7 +111,7 @@ def ask_all(
     Raises:
         UserError: no turn could be asked.
     """
-    renderer = ChatRenderer(tokenizer, config.prompts.chat_template_kwargs)
+    renderer = make_renderer(tokenizer, config.prompts)
     dialogues = [_Dialogue(conversation) for conversation in conversations]
     answered: list[AnsweredTurn[AnswerType]] = []
     dropped: list[str] = []
@@ -118,7 +120,7 @@ def ask_all(
         for dialogue in dialogues:
             where = f"line {dialogue.conversation.line}"
             try:
-                prompt_ids = renderer.prompt_ids(dialogue.history)
+                prompt_ids = renderer.prompt_ids(dialogue.history, dialogue.conversation.options)
             except RenderingError as error:
                 dropped.append(f"{where}: {error}")
                 continue

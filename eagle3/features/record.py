@@ -48,5 +48,9 @@ def supervised_rows(loss_mask: Tensor) -> Tensor:
 
 
 def is_held_out(sample_id: str, share: float) -> bool:
-    """Tells whether a sample is kept out of training; depends on the id alone, so a growing store never moves one."""
-    return xxhash.xxh3_64_intdigest(sample_id.encode()) / 2**64 < share
+    """Tells whether a sample is kept out of training; depends on the id alone, so a growing store never moves one.
+
+    The pieces of one row (`ID#piece-2`) stay together.
+    """
+    row_id = sample_id.partition("#piece-")[0]
+    return xxhash.xxh3_64_intdigest(row_id.encode()) / 2**64 < share

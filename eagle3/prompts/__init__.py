@@ -1,1 +1,1 @@
-"""JSONL conversations to token ids and loss masks."""
+"""Prompt files to token ids and loss masks."""

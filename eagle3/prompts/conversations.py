@@ -1,35 +1,49 @@
-"""Accepted formats -> messages.
+"""Raw rows -> conversations with ids, or the reason why not.
 
 A broken row is an answer, not an exception: the reader yields a `BadRow` with its line and reason in the row's place,
 so that the caller can count it and go on.
 """
 
 import json
+from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from eagle3.config import UserError
+from eagle3.prompts.formats import (
+    RowError,
+    detect_format,
+    domain_of,
+    is_unicode,
+    messages_of,
+    shown,
+    template_kwargs_of,
+    text_of,
+    tokens_of,
+    tools_of,
+    type_name,
+)
+from eagle3.prompts.rendering import RESERVED_TEMPLATE_KWARGS, TemplateOptions
+from eagle3.prompts.sources import RawRow, find_sources, read_rows
 
-ROLES = {
-    "system": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-}
+MAX_ROW_BYTES = 4 * 2**20  # a million tokens of text, in about four seconds of tokenizing
 
-# These change what the target reads or writes, so that leaving them out would render another conversation.
-UNSUPPORTED_ROW_FIELDS = ("tools", "functions", "system")
-UNSUPPORTED_MESSAGE_FIELDS = ("tool_calls", "function_call", "reasoning_content")
+
+@dataclass(frozen=True)
+class GivenTokens:
+    """A row that comes tokenised: nothing is rendered."""
+
+    input_ids: tuple[int, ...]  # (T,)
+    loss_mask: tuple[bool, ...]  # (T,)
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """One usable row: messages `{"role": system | user | assistant, "content": text}`.
+    """One usable row: messages in OpenAI's form, or instead of them a text or its tokens.
 
     Without assistant turns it is a list of prompts, and the target answers each user turn in order.
     """
@@ -37,6 +51,20 @@ class Conversation:
     id: str
     messages: tuple[dict[str, Any], ...]
     line: int  # 1-based
+    file: str | None = None  # which of several
+    format: str = field(default="messages", compare=False)
+    options: TemplateOptions = field(default_factory=TemplateOptions)
+    text: str | None = None  # supervised as a whole
+    tokens: GivenTokens | None = None
+    domain: str | None = field(default=None, compare=False)
+
+    def why_not_answerable(self) -> str | None:
+        """Says what keeps a target from answering the user turns anew; None if nothing does."""
+        if not self.messages:
+            return f"row must be a conversation for the target to answer, got {self.format}; keep its answers as given"
+        if any(message["role"] == "tool" or "tool_calls" in message for message in self.messages):
+            return "row must have no tool calls for the target to answer, got some; keep its answers as given"
+        return None
 
 
 @dataclass(frozen=True)
@@ -45,138 +73,133 @@ class BadRow:
 
     line: int  # 1-based
     reason: str
+    file: str | None = None  # which of several
 
 
-def read_conversations(path: Path) -> Iterator[Conversation | BadRow]:
-    """Yields every row of a JSONL file in OpenAI's `messages` or ShareGPT's `conversations` form, in file order.
+def read_conversations(pattern: str | Path, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[Conversation | BadRow]:
+    """Yields every row of a file, glob, folder or data set, in file order.
 
-    A row's id is its own `id`, else a hash of its messages. Rows stream; only their ids stay in memory, to find
-    duplicates. Blank lines are no rows.
+    A row's id is its own `id`, else a hash of its messages. Rows stream; 16 to 48 bytes of each stay in memory, to find
+    ids that come again. Blank lines are no rows.
 
     Raises:
-        UserError: the file is missing, is a directory, or has no rows.
+        UserError: there are no files, or no rows in them.
     """
-    if not path.exists():
-        raise UserError(f"prompts must be a JSONL file, got no file at {str(path)!r}; check the path")
-    if not path.is_file():
-        if path.is_dir():
-            raise UserError(f"prompts must be a JSONL file, got a directory ({str(path)!r}); name one file in it")
-        raise UserError(
-            f"prompts must be a JSONL file, got a device or a pipe, which cannot be read twice ({str(path)!r}); "
-            f"save the rows as a file"
-        )
-    return _rows(path)
+    sources = find_sources(str(pattern))
+    return unique_rows((parse_row(raw) for raw in read_rows(sources, max_row_bytes)), str(pattern))
 
 
-def _rows(path: Path) -> Iterator[Conversation | BadRow]:
-    first_lines: dict[str, int] = {}  # sample id -> the line that has it
-    num_rows = 0
-    with path.open("rb") as file:
-        for line, raw in enumerate(file, start=1):
-            raw = raw.strip()
-            if not raw:
-                continue
-            num_rows += 1
-            try:
-                conversation = _conversation(raw, line)
-                first_line = first_lines.setdefault(conversation.id, line)
-                if first_line != line:
-                    raise _RowError(f"id must be unique, got {conversation.id!r} again (first on line {first_line})")
-            except _RowError as error:
-                yield BadRow(line=line, reason=str(error))
-            else:
-                yield conversation
-    if num_rows == 0:
-        raise UserError(f"prompts must have at least one row, got an empty file ({str(path)!r}); check the path")
+def unique_rows(rows: Iterator[Conversation | BadRow], name: str) -> Iterator[Conversation | BadRow]:
+    """Turns rows whose id came before into bad ones.
+
+    Raises:
+        UserError: there are no rows.
+    """
+    seen = _SeenIds()
+    row = None
+    for row in rows:
+        first = None if isinstance(row, BadRow) else seen.first_line(row.id, row.line)
+        if first is None or isinstance(row, BadRow):
+            yield row
+        else:
+            reason = f"id must be unique, got {row.id!r} again (first on line {first})"
+            yield BadRow(row.line, reason, row.file)
+    if row is None:
+        raise UserError(f"prompts must have at least one row, got an empty file ({name!r}); check the path")
 
 
-class _RowError(ValueError):
-    """Why a row cannot be used; never leaves this module."""
-
-
-def _conversation(raw: bytes, line: int) -> Conversation:
+def parse_row(raw: RawRow) -> Conversation | BadRow:
+    """Makes a conversation of one row, or says why it is none."""
     try:
-        # utf-8-sig: files saved on Windows open with a byte order mark.
-        row = json.loads(raw.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number or nesting past Python's limits
-        raise _RowError(f"row must be JSON in UTF-8, got {_shown(raw)} ({error})") from error
+        if raw.content is None:
+            raise RowError(str(raw.problem))
+        return _conversation(raw.content, raw)
+    except RowError as error:
+        return BadRow(raw.line, str(error), raw.file)
+
+
+def _conversation(content: bytes | dict[str, Any], raw: RawRow) -> Conversation:
+    row = content
+    if isinstance(row, bytes):
+        try:
+            # utf-8-sig: files saved on Windows open with a byte order mark.
+            row = json.loads(row.decode("utf-8-sig"))
+        except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number or nesting past Python's limits
+            raise RowError(f"row must be JSON in UTF-8, got {shown(row)} ({error})") from error
     if not isinstance(row, dict):
-        raise _RowError(f"row must be a JSON object, got {_type_name(row)}")
-    for field in UNSUPPORTED_ROW_FIELDS:
-        if row.get(field):
-            raise _RowError(f"row must have no {field!r} field, which is not supported, got {_shown(row[field])}")
-    messages = _messages(row)
-    return Conversation(id=_sample_id(row.get("id"), messages), messages=messages, line=line)
-
-
-def _messages(row: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-    forms = [name for name in ("messages", "conversations") if name in row]
-    if len(forms) != 1:
-        raise _RowError(f"row must have either 'messages' or 'conversations', got the fields {sorted(row)}")
-    name = forms[0]
-    turns = row[name]
-    if not isinstance(turns, list):
-        raise _RowError(f"{name} must be a list, got {_type_name(turns)}")
-    if not turns:
-        raise _RowError(f"{name} must have at least one turn, got an empty list")
-    messages = tuple(_message(turn, f"{name}[{i}]") for i, turn in enumerate(turns))
-    roles = [message["role"] for message in messages]
-    if "user" not in roles:
-        raise _RowError(f"{name} must have a user turn, got only {', '.join(sorted(set(roles)))} turns")
-    if "assistant" in roles and roles.index("assistant") < roles.index("user"):
-        raise _RowError(f"{name} must have a user turn before the first answer, got the roles {', '.join(roles)}")
-    return messages
-
-
-def _message(turn: Any, where: str) -> dict[str, Any]:
-    """Returns one turn with the field names and roles of OpenAI's form; `where` is its place in the row."""
-    if not isinstance(turn, dict):
-        raise _RowError(f"{where} must be an object, got {_type_name(turn)}")
-    for field in UNSUPPORTED_MESSAGE_FIELDS:
-        if turn.get(field):
-            raise _RowError(f"{where} must have no {field!r} field, which is not supported, got {_shown(turn[field])}")
-    role_field, content_field = (
-        next((name for name in names if name in turn), None) for names in (("role", "from"), ("content", "value"))
+        raise RowError(f"row must be a JSON object, got {type_name(row)}")
+    kind = detect_format(row)
+    messages: tuple[dict[str, Any], ...] = ()
+    options = TemplateOptions()
+    text = tokens = None
+    if kind == "token ids":
+        ids, mask = tokens_of(row)
+        tokens = GivenTokens(tuple(ids), tuple(mask))
+        hashed: Any = [ids, mask]
+    elif kind == "text":
+        hashed = text = text_of(row)
+    else:
+        hashed = messages = messages_of(row, kind)
+        options = TemplateOptions(tools_of(row), template_kwargs_of(row, RESERVED_TEMPLATE_KWARGS))
+        if options != TemplateOptions():
+            hashed = [messages, options.tools, options.kwargs]
+    return Conversation(
+        id=_sample_id(row.get("id"), hashed),
+        messages=messages,
+        line=raw.line,
+        file=raw.file,
+        format=kind,
+        options=options,
+        text=text,
+        tokens=tokens,
+        domain=domain_of(row),
     )
-    if role_field is None or content_field is None:
-        raise _RowError(f"{where} must have role and content (or from and value), got the fields {sorted(turn)}")
-    role, content = turn[role_field], turn[content_field]
-    if not isinstance(role, str) or role not in ROLES:
-        raise _RowError(f"{where}.{role_field} must be one of {', '.join(ROLES)}, got {_shown(role)}")
-    if not isinstance(content, str):
-        raise _RowError(f"{where}.{content_field} must be a string, got {_type_name(content)}")
-    if ROLES[role] != "system" and not content.strip():
-        raise _RowError(f"{where}.{content_field} must be a {role} turn with text, got {content!r}")
-    if not _is_unicode(content):
-        raise _RowError(f"{where}.{content_field} must be valid Unicode, got half of a surrogate pair")
-    return {"role": ROLES[role], "content": content}
 
 
-def _sample_id(row_id: Any, messages: tuple[dict[str, Any], ...]) -> str:
+def _sample_id(row_id: Any, hashed: Any) -> str:
     if row_id is None:
-        return xxhash.xxh3_128_hexdigest(json.dumps(messages).encode())
+        return xxhash.xxh3_128_hexdigest(json.dumps(hashed).encode())
     is_id = isinstance(row_id, str | int) and not isinstance(row_id, bool)  # JSON's true is a Python int
-    if not is_id or not str(row_id).strip() or not _is_unicode(str(row_id)):
-        raise _RowError(f"id must be a string with text, or an integer, got {_shown(row_id)}")
+    if not is_id or not str(row_id).strip() or not is_unicode(str(row_id)):
+        raise RowError(f"id must be a string with text, or an integer, got {shown(row_id)}")
     return str(row_id)
 
 
-def _is_unicode(text: str) -> bool:
-    """Tells whether text has no lone surrogates: JSON can spell them, UTF-8 and tokenizers cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+class _SeenIds:
+    """The ids of a file and the line of each: a hash table of 16 bytes a slot, at most three quarters full.
 
+    Hashes of 64 bits stand for the ids: among 50 million, two differ and agree in one of 15,000 files.
+    """
 
-def _type_name(value: Any) -> str:
-    """Names a JSON value's type as JSON does."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")
+    def __init__(self) -> None:
+        self._hashes = array("Q", bytes(8 * 1024))  # 0: free
+        self._lines = array("Q", bytes(8 * 1024))
+        self._num_ids = 0
 
+    def first_line(self, sample_id: str, line: int) -> int | None:
+        """Returns the line that had this id before; None if there is none, and keeps the id."""
+        hashed = xxhash.xxh3_64_intdigest(sample_id.encode()) or 1
+        slot = self._slot(hashed)
+        if self._hashes[slot]:
+            return self._lines[slot]
+        self._hashes[slot], self._lines[slot] = hashed, line
+        self._num_ids += 1
+        if 4 * self._num_ids > 3 * len(self._hashes):
+            self._grow()
+        return None
 
-def _shown(value: Any) -> str:
-    """Returns a value for a message, cut to a length that fits one line."""
-    text = ascii(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    def _slot(self, hashed: int) -> int:
+        hashes = self._hashes
+        slot = hashed % len(hashes)
+        while hashes[slot] and hashes[slot] != hashed:
+            slot = (slot + 1) % len(hashes)
+        return slot
+
+    def _grow(self) -> None:
+        entries = zip(self._hashes, self._lines, strict=True)
+        size = 2 * len(self._hashes)
+        self._hashes, self._lines = array("Q", bytes(8 * size)), array("Q", bytes(8 * size))
+        for hashed, line in entries:
+            if hashed:
+                slot = self._slot(hashed)
+                self._hashes[slot], self._lines[slot] = hashed, line

@@ -1,20 +1,23 @@
 """Chat template -> ids and mask, token-exact.
 
-The whole conversation is encoded once. Encoding prefixes apart and joining them moves token borders, so prefixes are
-encoded only to check that their ids are the beginning of the whole.
+The whole conversation is encoded once. What the assistant wrote is the text between the prompt for its turn and the end
+of the turn; both are rendered apart only to see that they are beginnings of the whole.
 """
 
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import xxhash
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
-from eagle3.config import UserError
+from eagle3.config import PromptsConfig, UserError
+from eagle3.prompts.answers import AnswerReader, RenderingError, differing, parts_of, prompt_of
+from eagle3.prompts.encoding import Encoded, Encoder
 
 # What the renderer passes to apply_chat_template itself.
 RESERVED_TEMPLATE_KWARGS = (
@@ -25,14 +28,22 @@ RESERVED_TEMPLATE_KWARGS = (
     "return_assistant_tokens_mask",
     "return_dict",
     "tokenize",
+    "tools",
 )
 
 # Ends of a turn that some checkpoints ship without naming them; SGLang looks for them by their text.
 UNNAMED_END_TOKENS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
 
 
-class RenderingError(ValueError):
-    """This conversation cannot be rendered with an exact mask; others of the same file may be."""
+@dataclass(frozen=True)
+class TemplateOptions:
+    """What one conversation passes to the template besides its messages."""
+
+    tools: tuple[dict[str, Any], ...] = ()  # in OpenAI's form
+    kwargs: dict[str, Any] = field(default_factory=dict)  # over those of the config
+
+
+NO_OPTIONS = TemplateOptions()
 
 
 @dataclass(frozen=True)
@@ -41,13 +52,32 @@ class Rendered:
 
     input_ids: list[int]  # (T,)
     loss_mask: list[bool]  # (T,) True on each answer's text and its end-of-turn token
+    num_context: int = field(default=0, compare=False)  # answers that stand there as later turns see them: not masked
+
+
+@dataclass(frozen=True)
+class _Span:
+    """What the assistant wrote, by characters."""
+
+    message: int
+    start: int
+    end: int  # one past the end token
 
 
 class ChatRenderer:
     """Renders messages as the target's server does, and marks what the assistant wrote."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chat_template_kwargs: dict[str, Any],
+        *,
+        chat_template: str | None = None,
+        train_on: Literal["all", "last"] = "all",
+    ) -> None:
         """`chat_template_kwargs` reach the template as they are, e.g. enable_thinking.
+
+        `chat_template` is the text of one that replaces the tokenizer's; `train_on` says which answers are marked.
 
         Raises:
             UserError: the tokenizer has no chat template, or a keyword is not the template's.
@@ -59,129 +89,242 @@ class ChatRenderer:
                 f"itself; remove them"
             )
         try:
-            self._template = tokenizer.get_chat_template()
+            template = tokenizer.get_chat_template(chat_template)
         except ValueError as error:
             raise UserError(
                 f"tokenizer must have a chat template, got none ({tokenizer.name_or_path!r}); "
-                f"use the instruction-tuned model's tokenizer"
+                f"use the instruction-tuned model's tokenizer, or name one in prompts.chat_template"
             ) from error
-        if not isinstance(self._template, str):
+        if not isinstance(template, str):
             raise UserError(
-                f"tokenizer must have a chat template that is text, got {self._template!r} "
+                f"tokenizer must have a chat template that is text, got {template!r} "
                 f"({tokenizer.name_or_path!r}); download it again"
             )
+        self._template = template
         self._tokenizer = tokenizer
         self._kwargs = dict(chat_template_kwargs)
+        self._train_on = train_on
         # The syntax that transformers looks for before it computes assistant masks.
-        self._has_generation_tags = re.search(r"\{%-?\s*generation\s*-?%\}", self._template) is not None
-        self._control_ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._control_ids.update(tokenizer.all_special_ids)
+        self._has_generation_tags = re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
+        # gpt-oss's name for what everybody else calls reasoning_content.
+        self._thinks_apart = "message.thinking" in template
+        control = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        self._reader = AnswerReader(template, control | set(tokenizer.all_special_tokens))
+        self._encoder = Encoder(tokenizer)
 
-    def render(self, messages: Sequence[dict[str, Any]]) -> Rendered:
+    def render(self, messages: Sequence[dict[str, Any]], options: TemplateOptions = NO_OPTIONS) -> Rendered:
         """Encodes a conversation, with a mask that is all False only if it has no assistant turn.
+
+        An earlier answer is marked where it stands as the target wrote it, behind the prompt that the target had; one
+        that the template rewrites for the later turns is context. The last answer is always as the target wrote it.
 
         Raises:
             RenderingError: the template refuses the messages, or what the assistant wrote is not a run of whole tokens
                 that decodes to its text and ends in a control token.
         """
-        text = self._text(messages, add_generation_prompt=False)
-        input_ids = self._encode(text)
-        loss_mask = [False] * len(input_ids)
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        if self._has_generation_tags:
-            starts = self._tagged_starts(messages, input_ids, len(answers))
-        else:
-            starts = [0] * len(answers)
-        for i, tagged_start in zip(answers, starts, strict=True):
-            # A tagged span may open with the generation prompt, which the assistant does not write.
-            start = max(tagged_start, self._answer_start(messages, i, text, input_ids))
-            end = self._answer_end(messages[i]["content"], i, input_ids, start)
+        text = self._text(messages, options, add_generation_prompt=False)
+        for i in answers:
+            self._reader.check_spelling(messages[i], i)
+        spans: list[_Span] = []
+        if self._has_generation_tags and answers:
+            spans = self._tagged_spans(messages, options, text, answers)
+        elif answers:
+            text, last = self._last_answer(messages, options, text, answers[-1])
+            earlier = answers[:-1] if self._train_on == "all" else []
+            spans = [span for i in earlier if (span := self._earlier_answer(messages, options, text, i)) is not None]
+            spans.append(last)
+        if self._train_on == "last":
+            spans = spans[-1:]
+        encoded = self._encoder.encode(text)
+        loss_mask = [False] * len(encoded.ids)
+        for span in spans:
+            start, end = self._tokens(encoded, text, span, messages)
             loss_mask[start:end] = [True] * (end - start)
-        return Rendered(input_ids=input_ids, loss_mask=loss_mask)
+        wanted = len(answers) if self._train_on == "all" else min(1, len(answers))
+        return Rendered(encoded.ids, loss_mask, num_context=wanted - len(spans))
 
-    def prompt_ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+    def render_text(self, text: str) -> Rendered:
+        """Encodes raw text, all of it supervised."""
+        ids = self._encoder.encode(text).ids
+        return Rendered(ids, [True] * len(ids))
+
+    def prompt_ids(self, messages: Sequence[dict[str, Any]], options: TemplateOptions = NO_OPTIONS) -> list[int]:
         """Encodes a conversation up to and including the prompt for the assistant's next answer.
 
         Raises:
             RenderingError: the template refuses the messages.
         """
-        return self._encode(self._text(messages, add_generation_prompt=True))
+        return self._encoder.encode(self._text(messages, options, add_generation_prompt=True)).ids
 
     def template_digest(self) -> str:
         """Returns the xxh3_128 hex digest of the template's text and its keyword arguments."""
         return xxhash.xxh3_128_hexdigest(json.dumps([self._template, self._kwargs], sort_keys=True).encode())
 
-    def _text(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool) -> str:
-        try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    list(messages), add_generation_prompt=add_generation_prompt, tokenize=False, **self._kwargs
+    def _text(
+        self, messages: Sequence[dict[str, Any]], options: TemplateOptions, *, add_generation_prompt: bool
+    ) -> str:
+        errors = []
+        for shown_messages, tools in self._requests(messages, options):
+            try:
+                return str(
+                    self._tokenizer.apply_chat_template(
+                        shown_messages,
+                        tools=tools,
+                        add_generation_prompt=add_generation_prompt,
+                        tokenize=False,
+                        chat_template=self._template,
+                        **{**self._kwargs, **options.kwargs},
+                    )
                 )
-            )
-        except Exception as error:  # jinja2's own, and whatever a template's expressions raise
-            roles = ", ".join(message["role"] for message in messages)
-            raise RenderingError(
-                f"messages must suit the chat template, got the roles {roles} ({one_line(error)})"
-            ) from error
+            except Exception as error:  # jinja2's own, and whatever a template's expressions raise
+                errors.append(error)
+        roles = ", ".join(message["role"] for message in messages)
+        raise RenderingError(
+            f"messages must suit the chat template, got the roles {roles} ({one_line(errors[0])})"
+        ) from errors[0]
 
-    def _encode(self, text: str) -> list[int]:
-        # Templates write the special tokens themselves; apply_chat_template encodes in the same way.
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+    def _requests(
+        self, messages: Sequence[dict[str, Any]], options: TemplateOptions
+    ) -> Iterable[tuple[list[Any], list[Any] | None]]:
+        """Yields what the template gets, then what servers try if it cannot read that."""
+        given = list(messages)
+        if self._thinks_apart:
+            given = [
+                {**message, "thinking": message["reasoning_content"]} if "reasoning_content" in message else message
+                for message in given
+            ]
+        tools = list(options.tools) or None
+        yield given, tools
+        if tools:
+            yield given, [tool["function"] for tool in tools]  # SGLang's second try, for Mistral's
+        if any("tool_calls" in message for message in given):
+            yield [_with_arguments_as_text(message) for message in given], tools  # DeepSeek's template adds strings
 
-    def _tagged_starts(self, messages: Sequence[dict[str, Any]], input_ids: list[int], num_answers: int) -> list[int]:
-        """Returns the first token of each generation-tagged span."""
-        encoded: Any = self._tokenizer.apply_chat_template(
-            list(messages), return_dict=True, return_assistant_tokens_mask=True, **self._kwargs
+    def _last_answer(
+        self, messages: Sequence[dict[str, Any]], options: TemplateOptions, whole: str, i: int
+    ) -> tuple[str, _Span]:
+        """Returns the text to encode, and the span of its last answer, messages[i]."""
+        bare = self._text(messages[:i], options, add_generation_prompt=False) if i else ""
+        prompt = prompt_of(self._text(messages[:i], options, add_generation_prompt=True), bare)
+        is_last = i == len(messages) - 1
+        closing = whole if is_last else self._text(messages[: i + 1], options, add_generation_prompt=False)
+        parts = parts_of(messages[i])
+        if closing.startswith(prompt.text):
+            written = self._reader.up_to_end(closing[len(prompt.text) :], i)
+            self._reader.check_content(written, parts, i)
+            if not self._reader.lacks_thought(written, parts, prompt):
+                text = whole if whole.startswith(prompt.text + written) else prompt.text + written
+                return text, _Span(i, len(prompt.text), len(prompt.text) + len(written))
+        written = self._reader.composed(prompt, closing, bare, parts, i)
+        return prompt.text + written, _Span(i, len(prompt.text), len(prompt.text) + len(written))
+
+    def _earlier_answer(
+        self, messages: Sequence[dict[str, Any]], options: TemplateOptions, text: str, i: int
+    ) -> _Span | None:
+        """Returns the span of messages[i] in `text`; None if it does not stand there as the target wrote it."""
+        opening = self._text(messages[:i], options, add_generation_prompt=True)
+        closing = self._text(messages[: i + 1], options, add_generation_prompt=False)
+        if not text.startswith(opening) or not closing.startswith(opening):
+            return None
+        written = self._reader.up_to_end(closing[len(opening) :], i)
+        if not text.startswith(written, len(opening)):
+            return None
+        parts = parts_of(messages[i])
+        self._reader.check_content(written, parts, i)
+        bare = self._text(messages[:i], options, add_generation_prompt=False) if i else ""
+        if self._reader.lacks_thought(written, parts, prompt_of(opening, bare)):
+            return None
+        return _Span(i, len(opening), len(opening) + len(written))
+
+    def _tagged_spans(
+        self, messages: Sequence[dict[str, Any]], options: TemplateOptions, text: str, answers: list[int]
+    ) -> list[_Span]:
+        """Returns the spans that generation tags mark, one for each answer, from prompt to end token."""
+        shown_messages, tools = next(iter(self._requests(messages, options)))
+        rendered: Any = render_jinja_template(
+            [shown_messages],
+            tools=tools,
+            chat_template=self._template,
+            return_assistant_tokens_mask=True,
+            **{**self._tokenizer.special_tokens_map, **self._kwargs, **options.kwargs},
         )
-        assert list(encoded["input_ids"]) == input_ids, "apply_chat_template must encode the text that it renders"
-        mask = encoded["assistant_masks"]
-        starts = [t for t in range(len(mask)) if mask[t] and (t == 0 or not mask[t - 1])]
-        if len(starts) != num_answers:
+        (marked_text,), (marked,) = rendered
+        assert marked_text == text, "generation tags must leave the text as it is"
+        if len(marked) != len(answers):
             raise RenderingError(
-                f"chat template must mark one generation span per answer, got {len(starts)} spans for "
-                f"{num_answers} answers"
+                f"chat template must mark one generation span per answer, got {len(marked)} spans for "
+                f"{len(answers)} answers"
             )
-        return starts
+        spans = []
+        for i, (start, end) in zip(answers, marked, strict=True):
+            # A tagged span may open with the generation prompt, which the assistant does not write.
+            opening = self._text(messages[:i], options, add_generation_prompt=True)
+            if text.startswith(opening):
+                start = max(start, len(opening))
+            closing = self._text(messages[: i + 1], options, add_generation_prompt=False)
+            if text.startswith(closing):
+                written = self._reader.up_to_end(text[start : len(closing)], i)
+            else:
+                written = self._reader.tagged(text, start, end, i)
+            self._reader.check_content(written, parts_of(messages[i]), i)
+            spans.append(_Span(i, start, start + len(written)))
+        return spans
 
-    def _answer_start(self, messages: Sequence[dict[str, Any]], i: int, text: str, input_ids: list[int]) -> int:
-        """Returns the first token behind the generation prompt of the answer messages[i]."""
-        opening = self._text(messages[:i], add_generation_prompt=True)
-        if not text.startswith(opening):
-            if self._has_generation_tags:
-                return 0  # the tags alone say where the answer is
+    def _tokens(self, encoded: Encoded, text: str, span: _Span, messages: Sequence[dict[str, Any]]) -> tuple[int, int]:
+        """Returns the first token of a span and one past its last."""
+        start, end = encoded.token_at(span.start), encoded.token_at(span.end)
+        content = messages[span.message]["content"]
+        if start is None or end is None:
             raise RenderingError(
-                f"chat template must render messages[:{i}] with the generation prompt as the beginning of the whole, "
-                f"got {_shown(opening, text)}: it renders earlier turns differently once an answer follows"
+                f"answer messages[{span.message}] must begin at a token of its own, got a token that joins the "
+                f"generation prompt and {content[:20]!r}"
             )
-        prompt_ids = self._encode(opening)
-        if input_ids[: len(prompt_ids)] != prompt_ids:
-            raise RenderingError(
-                f"answer messages[{i}] must begin at a token of its own, got a token that joins the generation prompt "
-                f"and {messages[i]['content'][:20]!r}"
-            )
-        return len(prompt_ids)
-
-    def _answer_end(self, content: str, i: int, input_ids: list[int], start: int) -> int:
-        """Returns one past the end-of-turn token of the answer messages[i]."""
-        end = next((t for t in range(start, len(input_ids)) if input_ids[t] in self._control_ids), None)
-        if end is None:
-            raise RenderingError(f"answer messages[{i}] must end in a control token, got none behind {content[-20:]!r}")
+        written = text[span.start : span.end]
         # Many configs ask for a clean-up that turns " ." into ".", which is for display.
-        written = str(self._tokenizer.decode(input_ids[start:end], clean_up_tokenization_spaces=False))
-        # Templates may trim an answer, or put a space before it; the tokens between are the answer's in any case.
-        if written.strip() != content.strip():
+        decoded = str(self._tokenizer.decode(encoded.ids[start:end], clean_up_tokenization_spaces=False))
+        # Some decoders put a space before the first word, or drop one.
+        if decoded.strip() != written.strip():
             raise RenderingError(
-                f"answer messages[{i}] must decode to its text {content.strip()[:40]!r}, got {written.strip()[:40]!r}: "
-                f"the template or the tokenizer changes it, or it spells a control token"
+                f"answer messages[{span.message}] must decode to its text, got "
+                f"{differing(written.strip(), decoded.strip())}: the tokenizer changes it"
             )
-        return end + 1
+        return start, end
+
+
+def _with_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def make_renderer(tokenizer: PreTrainedTokenizerBase, config: PromptsConfig) -> ChatRenderer:
+    """Returns the renderer that a config asks for.
+
+    Raises:
+        UserError: there is no template, or a keyword is not the template's.
+    """
+    template = None
+    if config.chat_template is not None:
+        try:
+            template = Path(config.chat_template).read_text(encoding="utf-8")
+        except ValueError as error:
+            raise UserError(
+                f"prompts.chat_template must be text in UTF-8, got {one_line(error)} ({config.chat_template!r})"
+            ) from error
+    return ChatRenderer(tokenizer, config.chat_template_kwargs, chat_template=template, train_on=config.train_on)
 
 
 def load_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """Loads the tokenizer of a Hugging Face directory.
 
     Raises:
-        UserError: there is no such directory, or no fast tokenizer in it.
+        UserError: there is no such directory, or no tokenizer in it that loads; or a slow one without
+            `trust_remote_code`, which those that come as code (Kimi's) need anyway.
     """
     if not Path(path).is_dir():
         raise UserError(f"target.path must be a Hugging Face directory, got no directory at {path!r}; check the path")
@@ -191,16 +334,21 @@ def load_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBas
         raise UserError(
             f"target.path must have a tokenizer that loads, got {path!r} ({one_line(error)}); download it again"
         ) from error
-    if not tokenizer.is_fast:
+    if not tokenizer.is_fast and not trust_remote_code:
         raise UserError(
             f"tokenizer must be a fast one (tokenizer.json), got {type(tokenizer).__name__} ({path!r}); "
-            f"convert it with tokenizers first"
+            f"convert it with tokenizers first, or use it as it is with target.trust_remote_code=true"
         )
     return tokenizer
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Returns the xxh3_128 hex digest of the backend tokenizer's JSON."""
+    """Returns the xxh3_128 hex digest of the backend tokenizer's JSON; of the vocabulary where there is none."""
+    if not tokenizer.is_fast:
+        added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items()}
+        vocabulary = sorted((i, str(token)) for token, i in tokenizer.get_vocab().items())
+        kept = [type(tokenizer).__name__, vocabulary, sorted(added.items())]
+        return xxhash.xxh3_128_hexdigest(json.dumps(kept).encode())
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     # Padding and truncation are left there by the last call, and change no id.
     state["padding"] = state["truncation"] = None
@@ -263,12 +411,3 @@ def missing_weights(names: Iterable[str], path: str) -> str:
 def one_line(error: Exception) -> str:
     """Returns an error of others as one line; its kind alone where it says nothing."""
     return " ".join(str(error).split())[:400] or type(error).__name__
-
-
-def _shown(expected: str, text: str) -> str:
-    """Shows both texts from just before the place where they part."""
-    at = next(
-        (j for j, (a, b) in enumerate(zip(expected, text, strict=False)) if a != b), min(len(expected), len(text))
-    )
-    at = max(at - 10, 0)
-    return f"{text[at : at + 40]!r} instead of {expected[at : at + 40]!r}"

@@ -164,6 +164,14 @@ def test_files_give_the_trainers_logits(
     assert num_compared == 7 + 6 + 5
 
 
+def test_the_config_records_what_the_drafter_was_trained_on(tmp_path: Path) -> None:
+    directory = export(
+        make_drafter(), tmp_path / "drafter", trained_on={"tokenizer_digest": "t", "target_revision": "r"}
+    )
+    record = json.loads((directory / "config.json").read_text())["eagle3"]
+    assert record == {"capture_layers": [3, 6, 9], "tokenizer_digest": "t", "target_revision": "r"}
+
+
 @pytest.mark.parametrize(("eagle_3_1", "keys"), [(False, EAGLE_3_KEYS), (True, EAGLE_3_1_KEYS)])
 def test_tensors_are_the_literal_list(tmp_path: Path, eagle_3_1: bool, keys: set[str]) -> None:
     drafter = make_drafter(eagle_3_1=eagle_3_1)

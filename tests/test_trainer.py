@@ -23,6 +23,7 @@ from eagle3.config import TrainConfig, UserError, config_to_dict
 from eagle3.draft.export import load_drafter
 from eagle3.draft.questions import read_questions
 from eagle3.draft.target_weights import load_target_config
+from eagle3.features.manifest import read_manifest
 from eagle3.features.store import FeatureStore
 from eagle3.training import trainer
 from eagle3.training.batches import StepBatch
@@ -153,6 +154,10 @@ def test_the_exported_drafter_is_the_best_one(
     exported = dict(load_drafter(run_dir / "drafter", load_target_config(Path(base.target.path))).named_parameters())
     for name, parameter in exported.items():
         assert torch.equal(parameter, best[f"master.{name}"].bfloat16().float()), name
+    manifest = read_manifest(Path(base.data.path))
+    record = json.loads((run_dir / "drafter" / "config.json").read_text())["eagle3"]
+    assert record["capture_layers"] == list(manifest.capture_layers)
+    assert record["chat_template_digest"] == manifest.chat_template_digest
     card = (run_dir / "drafter" / "README.md").read_text()
     assert "**1.700**" in card
     assert "The untrained drafter has 9.000." in card

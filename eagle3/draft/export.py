@@ -7,6 +7,7 @@ compared with a literal list, in both directions.
 import json
 import logging
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ WEIGHT_NAMES = (
     "norm.weight",
     "lm_head.weight",
 )
+RECORD_KEY = "eagle3"  # of config.json: what the drafter was trained on
+TRAINED_ON = ("target_config_digest", "target_revision", "tokenizer_digest", "chat_template_digest")  # of a store
 FILE_NAMES = ("config.json", "model.safetensors", "README.md")
 
 # What others' files may hold besides: the embedding, which SGLang replaces by the target's, and RoPE's table.
@@ -69,9 +72,12 @@ def export_drafter(
     target_config: dict[str, Any],
     card: str,
     dtype: torch.dtype = torch.bfloat16,
+    trained_on: Mapping[str, str] | None = None,
 ) -> None:
     """Writes config.json, model.safetensors and README.md; whoever reads the directory sees all of them or none.
 
+    `trained_on` are the digests of the features' target, tokenizer and template: with the boundaries they stand in
+    config.json under RECORD_KEY, which engines ignore, so that a server or a doctor can compare them with its own.
     `target_config` is what `load_target_config` returns. `card` is Markdown with its title: data, recipe, and tau with
     its setting; a section about serving is put behind it. An earlier export in the same place is replaced.
 
@@ -79,6 +85,7 @@ def export_drafter(
         UserError: the directory holds something else, or the target's class cannot capture the layers.
     """
     serving_config = to_serving_config(drafter.config, target_config, dtype)
+    serving_config[RECORD_KEY] = {"capture_layers": list(drafter.config.capture_layers), **(trained_on or {})}
     state = drafter.state_dict()
     assert set(state) == set(tensor_names(drafter.config)), (sorted(state), tensor_names(drafter.config))
     tensors = {
@@ -144,15 +151,21 @@ def load_drafter(directory: Path, target_config: dict[str, Any]) -> Eagle3Drafte
     return drafter
 
 
+def our_spelling(stored_name: str) -> str:
+    """Returns our name of a tensor that SGLang reads under another one as well."""
+    name = stored_name.removeprefix("model.")
+    for other, ours in OTHER_SPELLINGS.items():
+        if name.startswith(other):
+            name = ours + name.removeprefix(other)
+    return name
+
+
 def _read_tensors(directory: Path) -> dict[str, Tensor]:
     """Reads all tensors under our spelling of their names; what is ignored is counted in a log line."""
     tensors: dict[str, Tensor] = {}
     ignored, doubled = [], []
     for stored_name, file in tensor_files(directory).items():
-        name = stored_name.removeprefix("model.")
-        for other, ours in OTHER_SPELLINGS.items():
-            if name.startswith(other):
-                name = ours + name.removeprefix(other)
+        name = our_spelling(stored_name)
         if name in IGNORED_NAMES:
             ignored.append(stored_name)
             continue

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from rich.progress import Progress
 
 from eagle3.config import TrainConfig
-from eagle3.draft.export import export_drafter
+from eagle3.draft.export import TRAINED_ON, export_drafter
 from eagle3.draft.questions import QUESTIONS_NAME, write_questions
 from eagle3.tracking import Tracker, identify, new_run_dir, open_board, run_dir_to_resume, write_provenance
 from eagle3.training.batches import Batches
@@ -147,9 +147,13 @@ def validate_and_export(run: Run, state: TrainState, log: StepLog, bars: Progres
     log.write_validation(state.step, validation, is_best=is_best)
     if is_best and run.engine.world.is_main:
         # Before the checkpoint that calls it the best: a kill in between repeats the step, and this with it.
-        card = model_card(run.config, run.inputs.store, state, validation)
+        manifest = run.inputs.store.manifest
         export_drafter(
-            run.engine.module.drafter, run.dir / DRAFTER_NAME, target_config=run.inputs.target_config, card=card
+            run.engine.module.drafter,
+            run.dir / DRAFTER_NAME,
+            target_config=run.inputs.target_config,
+            card=model_card(run.config, run.inputs.store, state, validation),
+            trained_on={name: getattr(manifest, name) for name in TRAINED_ON},
         )
         write_questions(run.dir / QUESTIONS_NAME, {HELD_OUT: validation.questions})
     return state

@@ -1,0 +1,34 @@
+"""`python -m eagle3 SUBCOMMAND`: the commands beside extract, train and evaluate."""
+
+import sys
+from collections.abc import Callable, Sequence
+
+from eagle3.cli import run_command
+from eagle3.config import UserError
+from eagle3.evaluation.doctor import command as doctor
+
+# Each takes its arguments and returns the exit code.
+SUBCOMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "doctor": doctor.main,
+}
+
+
+def main() -> None:
+    """Runs the subcommand that the command line names."""
+    run_command(lambda: run_subcommand(sys.argv[1:]))
+
+
+def run_subcommand(argv: Sequence[str]) -> None:
+    """Runs a subcommand, and exits with its code.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    name = argv[0] if argv else "none"
+    if name not in SUBCOMMANDS:
+        raise UserError(f"a subcommand must be one of {', '.join(sorted(SUBCOMMANDS))}, got {name}")
+    sys.exit(SUBCOMMANDS[name](argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

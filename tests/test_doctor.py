@@ -1,0 +1,494 @@
+"""Broken drafters are named for what is broken, whoever wrote them; of a good one nothing is said."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import write_tokenizer
+from safetensors.torch import load_file, save_file
+from test_served import INFO, Reply, running_server
+from tiny_drafters import LAYERS, fit_drafter, random_drafter, write_store
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from eagle3.config import UserError
+from eagle3.draft.export import export_drafter
+from eagle3.draft.target_weights import load_target_config
+from eagle3.evaluation.decoder import decode
+from eagle3.evaluation.doctor.command import Examination, examine, main
+from eagle3.evaluation.doctor.tensors import singular_ratio
+from eagle3.evaluation.target import LocalTarget
+from eagle3.prompts.rendering import ChatRenderer, load_tokenizer, tokenizer_digest
+
+IDS = [boundary - 1 for boundary in LAYERS]  # what SGLang's Llama makes LAYERS of
+
+
+@pytest.fixture(scope="module")
+def local(tiny_target: Path) -> LocalTarget:
+    return LocalTarget(AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32), LAYERS, frozenset([2]))
+
+
+@pytest.fixture(scope="module")
+def kwargs_digests(tiny_target: Path) -> dict[str, str]:
+    tokenizer = load_tokenizer(str(tiny_target), False)
+    return {
+        "tokenizer_digest": tokenizer_digest(tokenizer),
+        "chat_template_digest": ChatRenderer(tokenizer, {}).template_digest(),
+    }
+
+
+@pytest.fixture(scope="module")
+def good(
+    tmp_path_factory: pytest.TempPathFactory, tiny_target: Path, local: LocalTarget, kwargs_digests: dict[str, str]
+) -> tuple[Path, Path]:
+    """An exported drafter fitted to the target's answers, and a store of them."""
+    generator = torch.Generator().manual_seed(5)
+    prompts = [
+        torch.randint(3, 320, (n,), generator=generator).tolist() for n in (4, 9, 11, 25, 8, 14, 6, 17, 12, 21, 10, 15)
+    ]
+    answers = decode(local, None, prompts, num_draft_tokens=0, max_new_tokens=40, batch_size=12)
+    drafter = random_drafter(local, 320)
+    # Blind to the embeddings, or it would learn these few answers by heart and not mind which states it gets.
+    drafter.midlayer.input_layernorm.weight.detach().zero_()
+    drafter.midlayer.input_layernorm.weight.requires_grad_(False)
+    sequences = [prompt + answer.token_ids for prompt, answer in zip(prompts, answers, strict=True)]
+    fit_drafter(drafter, local, sequences, num_steps=70)
+    # Heads have a direction in common, which adds the same number to all logits; tiny random ones have not.
+    with torch.no_grad():
+        drafter.lm_head.weight += 0.2 * torch.randn(64, generator=generator)
+    directory = tmp_path_factory.mktemp("good")
+    samples = [local.features(f"s{i}", p, a.token_ids) for i, (p, a) in enumerate(zip(prompts, answers, strict=True))]
+    digest = kwargs_digests["chat_template_digest"]
+    write_store(directory / "store", tiny_target, samples, chat_template_digest=digest)
+    export_drafter(
+        drafter,
+        directory / "drafter",
+        target_config=load_target_config(tiny_target),
+        card="",
+        dtype=torch.float32,
+        trained_on=kwargs_digests,
+    )
+    return directory / "drafter", directory / "store"
+
+
+def write_as_others_do(source: Path, directory: Path, **changes: Any) -> Path:
+    """Writes a drafter's weights as another trainer would: its own names, a short config, no record of ours, no t2d."""
+    weights = load_file(source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    directory.mkdir()
+    kept = ["architectures", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"]
+    kept += ["head_dim", "vocab_size", "draft_vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_theta"]
+    short = {key: config[key] for key in kept} | {"model_type": "llama", "num_hidden_layers": 1}
+    short |= {"tie_word_embeddings": False, "eagle_config": {"eagle_aux_hidden_state_layer_ids": IDS}}
+    (directory / "config.json").write_text(json.dumps(short | changes))
+    save_file(
+        {name.replace("midlayer", "layers.0"): tensor for name, tensor in weights.items() if name != "t2d"},
+        directory / "model.safetensors",
+    )
+    return directory
+
+
+def change_weights(directory: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    weights = load_file(directory / "model.safetensors")
+    change(weights)
+    save_file(weights, directory / "model.safetensors")
+
+
+def change_config(directory: Path, **changes: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def look(drafter: Path, target: Path | None, store: Path | None = None, **more: Any) -> Examination:
+    settings = {"server": None, "tries_layers": False, "chat_template_kwargs": {}} | more
+    return examine(drafter, target_path=target, store_path=store, **settings)
+
+
+def names(examination: Examination) -> list[str]:
+    return [finding.name for finding in examination.findings]
+
+
+def test_of_a_good_drafter_nothing_is_found(
+    tmp_path: Path, tiny_target: Path, good: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    drafter, store = good
+    others = write_as_others_do(drafter, tmp_path / "others")
+    for directory in (drafter, others):
+        examination = look(directory, tiny_target, store, tries_layers=True)
+        assert examination.findings == []
+        assert examination.position_0 is not None
+        assert examination.position_0.value > 0.5
+    assert main([str(others), "--target", str(tiny_target), "--store", str(store)]) == 0
+    shown = capsys.readouterr().out
+    assert f"Nothing found in {others}." in shown
+    assert "Not looked at: what a server accepts (--server URL)." in shown
+
+
+def wrong_names(directory: Path) -> None:
+    def rename(weights: dict[str, Tensor]) -> None:
+        for name in [name for name in weights if name.startswith("layers.0")]:
+            weights["draft_decoder." + name.removeprefix("layers.0.")] = weights.pop(name)
+
+    change_weights(directory, rename)
+
+
+def absolute_d2t(directory: Path) -> None:
+    """The last 200 tokens of 320, as tokens and not as offsets."""
+
+    def store_tokens(weights: dict[str, Tensor]) -> None:
+        weights["d2t"] = torch.arange(120, 320)
+        weights["lm_head.weight"] = weights["lm_head.weight"][120:].clone()
+
+    change_weights(directory, store_tokens)
+    change_config(directory, draft_vocab_size=200)
+
+
+def eagle_1(directory: Path) -> None:
+    weights = load_file(directory / "model.safetensors")
+    kept = {name: tensor for name, tensor in weights.items() if "norm" not in name and "head" not in name}
+    kept["fc.weight"] = kept["fc.weight"][:, :128].clone()
+    kept.pop("d2t")
+    save_file(kept, directory / "model.safetensors")
+    change_config(directory, architectures=["LlamaForCausalLMEagle"], eagle_config=None)
+
+
+def random_head(directory: Path) -> None:
+    def forget(weights: dict[str, Tensor]) -> None:
+        weights["lm_head.weight"] = torch.nn.Linear(64, 320).weight.detach().clone()
+
+    change_weights(directory, forget)
+
+
+def overflow(directory: Path) -> None:
+    def to_fp16(weights: dict[str, Tensor]) -> None:
+        weights["norm.weight"] = (weights["norm.weight"] * 1e5).half()
+
+    change_weights(directory, to_fp16)
+    change_config(directory, torch_dtype="float16")
+
+
+def missing_norm(directory: Path) -> None:
+    def forget(weights: dict[str, Tensor]) -> None:
+        del weights["norm.weight"]
+
+    change_weights(directory, forget)
+
+
+def other_template(directory: Path) -> None:
+    (directory / "chat_template.jinja").write_text("{% for m in messages %}[{{ m['content'] }}]{% endfor %}")
+
+
+def other_tokenizer(directory: Path) -> None:
+    write_tokenizer(directory)
+    path = directory / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    path.write_text(json.dumps(tokenizer))
+
+
+def truncated(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def git_lfs_pointer(directory: Path) -> None:
+    (directory / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+
+
+BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
+    "tensor-names": (wrong_names, "layers have names that SGLang does not know|tensors have names"),
+    "d2t-absolute": (absolute_d2t, "d2t holds target tokens"),
+    "eagle-not-eagle3": (eagle_1, r"EAGLE-1 or EAGLE-2 drafter \(fc.weight \(64, 128\)\)"),
+    "random-head": (random_head, "lm_head.weight is independent random numbers"),
+    "fp16-overflow": (overflow, "norm.weight has values beyond 65504"),
+    "missing-tensors": (missing_norm, "norm.weight is not in the file"),
+    "template": (other_template, "the chat template beside the drafter is not the target's"),
+    "other-tokenizer": (other_tokenizer, "2 of the 300 tokens in its tokenizer.json are not the target's"),
+    "truncated-file": (truncated, "bytes long and its header promises"),
+    "git-lfs-pointer": (git_lfs_pointer, "is a Git LFS pointer"),
+    "context-length": (
+        lambda directory: change_config(directory, max_position_embeddings=256),
+        "max_position_embeddings is 256 and the target's 512",
+    ),
+    "layer-ids": (
+        lambda directory: change_config(directory, eagle_config={"eagle_aux_hidden_state_layer_ids": list(LAYERS)}),
+        r"capture the boundaries \[3, 5, 6\], all shifted by \+1, and on a store of other boundaries .*: \[2, 4, 5\]",
+    ),
+    "rope": (
+        lambda directory: change_config(directory, rope_theta=1.5),
+        r"RoPE is .*1\.5.* first drafts are right .* with the target's and .* with its own",
+    ),
+    "other-target": (
+        lambda directory: change_config(directory, vocab_size=321),
+        "vocab_size is 321 and the target's 320: another target's drafter",
+    ),
+    "architecture": (
+        lambda directory: change_config(directory, architectures=["LlamaForCausalLM"]),
+        r"architectures is \['LlamaForCausalLM'\], from which SGLang builds another model",
+    ),
+    "shapes": (
+        lambda directory: change_config(directory, head_dim=16),
+        r"q_proj.weight is \(96, 128\) where config.json makes it \(64, 128\)",
+    ),
+    "draft-vocab-size": (
+        lambda directory: change_config(directory, draft_vocab_size=None),
+        "draft_vocab_size is null: SGLang serves the target's own head",
+    ),
+    "rope-schemas": (
+        lambda directory: change_config(directory, rope_parameters={"rope_type": "default", "rope_theta": 5.0}),
+        "rope_theta=10000.0 and rope_parameters.rope_theta=5.0",
+    ),
+    "no-config": (lambda directory: (directory / "config.json").unlink(), "there is no config.json"),
+    "no-weights": (lambda directory: (directory / "model.safetensors").unlink(), "model.safetensors, or shards"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_drafter_of_others_is_named(
+    tmp_path: Path, tiny_target: Path, good: tuple[Path, Path], name: str
+) -> None:
+    """None of these files was written by our exporter."""
+    break_it, said = BROKEN[name]
+    directory = write_as_others_do(good[0], tmp_path / "drafter")
+    break_it(directory)
+    examination = look(directory, tiny_target, good[1])
+    assert names(examination) == [name]
+    (finding,) = examination.findings
+    assert re.search(said, finding.what), finding.what
+    assert finding.remedy
+
+
+# What our own exporter has written and somebody has changed, or what was trained on something else.
+EXPORTED: dict[str, tuple[dict[str, Any], str]] = {
+    "layer-ids": (
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": list(LAYERS)}},
+        r"boundaries \[3, 5, 6\], all shifted by \+1, and it was trained on \[2, 4, 5\]",
+    ),
+    "other-tokenizer": (
+        {"eagle3": {"capture_layers": list(LAYERS), "tokenizer_digest": "abc"}},
+        "trained with the tokenizer abc, and the target's is ",
+    ),
+    "template": (
+        {"eagle3": {"capture_layers": list(LAYERS), "chat_template_digest": "abc"}},
+        "the drafter was trained with another chat template than",
+    ),
+    "config-sizes": ({"intermediate_size": None}, "config.json has no intermediate_size"),
+    "not-loadable": ({"hidden_act": "gelu"}, "hidden_act='gelu', wanted 'silu'"),
+}
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_an_exported_drafter_that_was_changed_is_named(
+    tmp_path: Path, tiny_target: Path, good: tuple[Path, Path], name: str
+) -> None:
+    changes, said = EXPORTED[name]
+    directory = Path(shutil.copytree(good[0], tmp_path / "drafter"))
+    change_config(directory, **changes)
+    examination = look(directory, tiny_target, good[1])
+    assert names(examination) == [name]
+    assert re.search(said, examination.findings[0].what), examination.findings[0].what
+
+
+def test_the_thinking_mode_of_the_training_is_named(tmp_path: Path, tiny_target: Path, good: tuple[Path, Path]) -> None:
+    tokenizer = load_tokenizer(str(tiny_target), False)
+    digest = ChatRenderer(tokenizer, {"enable_thinking": False}).template_digest()
+    directory = Path(shutil.copytree(good[0], tmp_path / "drafter"))
+    change_config(directory, eagle3={"capture_layers": list(LAYERS), "chat_template_digest": digest})
+    (finding,) = look(directory, tiny_target).findings
+    assert finding.name == "thinking-mode"
+    assert "chat_template_kwargs={'enable_thinking': False}, and will be asked with {}" in finding.what
+    assert look(directory, tiny_target, chat_template_kwargs={"enable_thinking": False}).findings == []
+
+
+def test_layers_are_tried_where_nothing_says_which_they_are(
+    tmp_path: Path, tiny_target: Path, good: tuple[Path, Path]
+) -> None:
+    """The ids are wrong, the store was captured accordingly, and only the target's own states tell."""
+    directory = write_as_others_do(good[0], tmp_path / "drafter", num_aux_hidden_states=3)
+    change_config(directory, eagle_config={"eagle_aux_hidden_state_layer_ids": list(LAYERS)})
+    (finding,) = look(directory, tiny_target, good[1], tries_layers=True).findings
+    assert finding.name == "layer-ids"
+    assert "the drafter reads [2, 4, 5]" in finding.what
+    assert "eagle_aux_hidden_state_layer_ids: [1, 3, 4]" in finding.remedy
+
+
+def test_eagles_own_list_is_suspected_without_a_store(
+    tmp_path: Path, tiny_target: Path, good: tuple[Path, Path]
+) -> None:
+    directory = write_as_others_do(good[0], tmp_path / "drafter")
+    change_config(directory, eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 4, 5]})  # of 8 layers
+    (finding,) = look(directory, tiny_target).findings
+    assert (finding.name, finding.remedy[:13]) == ("layer-ids", "try [1, 3, 4]")
+    change_config(directory, eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 4, 9]})
+    (finding,) = look(directory, tiny_target).findings
+    assert "no boundaries can be made of the layer ids [2, 4, 9]" in finding.what
+
+
+def test_a_drafter_that_knows_nothing_is_told_from_a_weak_one(
+    tmp_path: Path, tiny_target: Path, good: tuple[Path, Path]
+) -> None:
+    directory = write_as_others_do(good[0], tmp_path / "drafter")
+
+    def scramble(weights: dict[str, Tensor]) -> None:
+        weights["fc.weight"] = torch.randn(weights["fc.weight"].shape, generator=torch.Generator().manual_seed(0))
+
+    change_weights(directory, scramble)
+    examination = look(directory, tiny_target, good[1])
+    assert names(examination) == ["no-skill"]
+    assert "the drafter has learned nothing that holds here" in examination.findings[0].what
+
+
+def test_tokens_that_cannot_be_drafted_are_counted(
+    tmp_path: Path, tiny_target: Path, local: LocalTarget, good: tuple[Path, Path]
+) -> None:
+    directory = write_as_others_do(good[0], tmp_path / "drafter", draft_vocab_size=120)
+
+    def shrink(weights: dict[str, Tensor]) -> None:
+        weights["lm_head.weight"] = weights["lm_head.weight"][200:].clone()
+        weights["d2t"] = torch.full((120,), 200)
+
+    change_weights(directory, shrink)
+    found = {finding.name: finding for finding in look(directory, tiny_target, good[1]).findings}
+    assert "are in the draft vocabulary of 120, and 1 of 1 end tokens are not" in found["vocabulary-coverage"].what
+
+
+def test_a_store_of_another_target_or_other_states_is_named(
+    tmp_path: Path, tiny_target: Path, make_target: Callable[..., Path], good: tuple[Path, Path]
+) -> None:
+    drafter, store = good
+    other = make_target(tmp_path / "other", seed=3)
+    assert names(look(drafter, other, store)) == ["other-store"]
+    directory = write_as_others_do(drafter, tmp_path / "drafter", num_aux_hidden_states=2)
+    change_config(directory, eagle_config={"eagle_aux_hidden_state_layer_ids": IDS[:2]})
+
+    def narrow(weights: dict[str, Tensor]) -> None:
+        weights["fc.weight"] = weights["fc.weight"][:, :128].clone()
+
+    change_weights(directory, narrow)
+    # Two states look like EAGLE-1's two inputs, so three names decide; here the norms of EAGLE-3 are there.
+    (finding,) = look(directory, tiny_target, store).findings
+    assert finding.what == "the drafter reads 2 states and the store has those of [2, 4, 5]"
+
+
+def test_numbers_that_cannot_be_are_named(tmp_path: Path, tiny_target: Path, good: tuple[Path, Path]) -> None:
+    directory = write_as_others_do(good[0], tmp_path / "drafter")
+
+    def break_numbers(weights: dict[str, Tensor]) -> None:
+        weights["fc.weight"][0, 0] = float("nan")
+        weights["layers.0.mlp.up_proj.weight"] = weights["layers.0.mlp.up_proj.weight"].to(torch.int8)
+        weights["d2t"] = torch.zeros(320, dtype=torch.int64).index_fill(0, torch.tensor([3]), 1)
+        weights["fc_norm.0.weight"] = torch.ones(64)
+
+    change_weights(directory, break_numbers)
+    found = {finding.name: finding.what for finding in look(directory, None).findings}
+    assert list(found) == ["unused-tensors", "d2t", "non-finite", "quantised"]
+    assert "fc_norm.0.weight is in the file and SGLang does not use it" in found["unused-tensors"]
+    assert "gives 319 tokens in 0..319 for 320 draft tokens of a vocabulary of 320" in found["d2t"]
+    assert "fc.weight has NaN or Inf" in found["non-finite"]
+    assert "midlayer.mlp.up_proj.weight is stored in torch.int8" in found["quantised"]
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_config_that_is_none_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert names(look(tmp_path, None)) == ["no-config"]
+
+
+def test_random_numbers_are_told_from_structure() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for rows, columns in ((4096, 576), (320, 64)):
+        noise = torch.randn(rows, columns, generator=generator)
+        assert singular_ratio(noise) == pytest.approx(1, abs=0.1)
+        assert singular_ratio(torch.nn.init.kaiming_uniform_(noise.clone(), generator=generator)) < 1.1
+        assert singular_ratio(noise + 0.5 * torch.randn(columns, generator=generator)) > 2
+    assert singular_ratio(torch.ones(4, 4)) == 0
+
+
+# Of a server, by its flags.
+FLAGS: dict[str, tuple[dict[str, Any], str]] = {
+    "speculation-off": ({"speculative_algorithm": None}, "runs without speculation"),
+    "eagle-algorithm": ({"speculative_algorithm": "EAGLE"}, "runs --speculative-algorithm EAGLE: the drafter gets one"),
+    "other-drafter": ({"speculative_draft_model_path": "/models/other"}, "serves the drafter /models/other, not"),
+    "draft-quantization": ({"quantization": "fp8"}, "quantization=fp8, and the drafter with None"),
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_a_server_that_cannot_run_the_drafter_is_named(good: tuple[Path, Path], name: str) -> None:
+    changes, said = FLAGS[name]
+    with running_server(lambda body: (500, {}), (200, INFO | changes)) as url:
+        (finding,) = look(good[0], None, server=url).findings
+    assert finding.name == name
+    assert said in finding.what
+
+
+def test_an_old_server_that_adds_one_is_named(tmp_path: Path, tiny_target: Path, good: tuple[Path, Path]) -> None:
+    target = Path(shutil.copytree(tiny_target, tmp_path / "target"))
+    change_config(target, architectures=["DeepseekV3ForCausalLM"])
+    directory = Path(shutil.copytree(good[0], tmp_path / "drafter"))
+    change_config(directory, eagle_config={"eagle_aux_hidden_state_layer_ids": list(LAYERS)})
+    for version, found in (("0.5.12.post1", ["layer-ids"]), ("0.5.17", [])):
+        with running_server(lambda body: (500, {}), (200, INFO | {"version": version})) as url:
+            examination = look(directory, target, server=url)
+        assert names(examination) == found, version
+        if found:
+            assert "SGLang 0.5.12.post1 adds 1 to the layer ids [2, 4, 5]" in examination.findings[0].what
+
+
+@pytest.mark.parametrize(
+    ("histogram", "found"),
+    [([30, 0, 0, 0], "nothing-accepted"), ([20, 10, 0, 0], "served-below-offline"), ([0, 0, 0, 9], "")],
+)
+def test_served_and_offline_first_drafts_are_compared(
+    tiny_target: Path, good: tuple[Path, Path], histogram: list[int], found: str
+) -> None:
+    """Offline nearly all first drafts are right."""
+    rounds = sum(histogram)
+    num_tokens = 1 + rounds + sum(index * count for index, count in enumerate(histogram))
+
+    def generate(body: dict[str, Any]) -> Reply:
+        meta = {
+            "completion_tokens": num_tokens,
+            "spec_verify_ct": rounds,
+            "spec_correct_drafts_histogram": histogram,
+        }
+        return 200, {"output_ids": list(range(num_tokens)), "meta_info": meta}
+
+    with running_server(generate) as url:
+        examination = look(good[0], tiny_target, good[1], server=url)
+    assert names(examination) == ([found] if found else [])
+    if found == "nothing-accepted":
+        assert "the server accepted no draft in 360 rounds" in examination.findings[0].what
+    elif found:
+        assert "first drafts are right 33.3% of the time on the server and" in examination.findings[0].what
+
+
+def test_arguments_that_need_others_are_refused(tmp_path: Path, good: tuple[Path, Path]) -> None:
+    drafter, store = good
+    for argv, said in (
+        ([str(drafter), "--store", str(store)], "--target must be given with --store and --try-layers, got none"),
+        ([str(drafter), "--target", "x", "--try-layers"], "--store must be given with --try-layers, got none"),
+        ([str(drafter), "--chat-template-kwargs", "[]"], r"--chat-template-kwargs must be a JSON object, got '\[\]'"),
+        ([str(drafter), "--chat-template-kwargs", "{"], "--chat-template-kwargs must be a JSON object, got '{'"),
+        ([str(tmp_path / "nothing")], "a drafter must be a directory with config.json and weights, got '.*nothing'"),
+    ):
+        with pytest.raises(UserError, match=said):
+            main(argv)
+
+
+def test_findings_are_printed_with_their_remedies(
+    tmp_path: Path, good: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = write_as_others_do(good[0], tmp_path / "drafter")
+    missing_norm(directory)
+    assert main([str(directory)]) == 1
+    shown = capsys.readouterr().out
+    assert "1. missing-tensors: norm.weight is not in the file: SGLang leaves it random without a word." in shown
+    assert "   Remedy: export the drafter again, all of it, or find the whole file." in shown
+    assert "Not looked at: sizes, layers, RoPE, tokenizer and template (--target DIR)." in shown

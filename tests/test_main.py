@@ -1,0 +1,20 @@
+"""`python -m eagle3 SUBCOMMAND` finds its subcommand."""
+
+import pytest
+
+from eagle3 import __main__ as entry
+from eagle3.config import UserError
+
+
+def test_an_unknown_subcommand_names_the_known_ones() -> None:
+    with pytest.raises(UserError, match=r"a subcommand must be one of .*doctor.*, got doktor"):
+        entry.run_subcommand(["doktor"])
+    with pytest.raises(UserError, match="got none"):
+        entry.run_subcommand([])
+
+
+def test_a_subcommands_answer_is_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(entry.SUBCOMMANDS, "count", len)
+    with pytest.raises(SystemExit) as exit_info:
+        entry.run_subcommand(["count", "a", "b"])
+    assert exit_info.value.code == 2

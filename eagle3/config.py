@@ -27,8 +27,8 @@ class TargetConfig:
     """The model that is served, and that the drafter drafts for."""
 
     path: str  # a Hugging Face directory
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the weights when the target runs in this process
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: the GPU if there is one
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # in which the target runs, here or in a server of ours
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # when it runs in this process; auto: the GPU if there is one
     capture_layers: list[int] | None = None  # boundaries (0-based layer that the state enters); null: [2, L//2, L-3]
     trust_remote_code: bool = False
 
@@ -68,7 +68,7 @@ class RegenerateConfig:
     temperature: float = 0.0  # 0: greedy
     top_p: float = 1.0
     seed: int = 0
-    batch_size: int = 32  # answers that are generated together
+    batch_size: int = 32  # answers that are generated together, with engine=transformers
     cut_loops: bool = True  # an answer that repeats itself is kept up to its first repetition
 
 
@@ -107,10 +107,11 @@ class ExtractConfig:
     target: TargetConfig
     store: StoreConfig
     engine: Literal["sglang", "transformers"] = "sglang"  # transformers: the target runs in this process
+    server: ServerConfig = field(default_factory=ServerConfig)  # with engine=sglang
     prompts: PromptsConfig = field(default_factory=PromptsConfig)
     regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
-    batch_tokens: int = 8192  # padded tokens per capture forward
-    max_quarantined_share: float = 0.01  # of samples with non-finite features; more than this fails the run
+    batch_tokens: int = 8192  # padded tokens per capture forward, with engine=transformers
+    max_quarantined_share: float = 0.01  # of samples without usable features; more than this fails the run
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
 

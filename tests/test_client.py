@@ -12,8 +12,9 @@ from safetensors import safe_open
 from sglang_servers import CHUNK, COUNTING_CHANNEL, server_config, write_counting_target
 
 from eagle3.capture.client import SGLangEngine
-from eagle3.capture.dispatch import SetAside
-from eagle3.capture.inprocess import Captured, TransformersEngine
+from eagle3.capture.engine import Captured, SetAside
+from eagle3.capture.generation import Generation
+from eagle3.capture.inprocess import TransformersEngine
 from eagle3.capture.launch import ServerError
 from eagle3.capture.server import capturing_servers
 from eagle3.capture.staging import request_id
@@ -96,7 +97,7 @@ def test_head_on_the_last_state_gives_the_servers_own_tokens(
     sequences = random_ids(150, 140, seed=4)
     head = reference.model.get_output_embeddings().weight.detach()
     ours, theirs = [], []
-    for captured, top in zip(smollm2.capture(sequences), smollm2.top_two(sequences), strict=True):
+    for captured, top in zip(smollm2.capture(sequences), smollm2.top_two(sequences, together=True), strict=True):
         is_clear = top.logprobs[:, 0] - top.logprobs[:, 1] > 1e-3  # fp32 noise of logits is below 1e-4
         ours.append((captured.last_hidden_states @ head.T).argmax(dim=-1)[is_clear])
         theirs.append(top.ids[:, 0][is_clear])
@@ -115,7 +116,7 @@ def test_answers_are_transformers_greedy_tokens_while_prompts_are_captured(
         captured = smollm2.capture(sequences)
     for states, sequence in zip(captured, sequences, strict=True):
         assert_same_states(states, sequence, reference)
-    assert [a.ids for a in answers.result()] == [a.ids for a in reference.generate(prompts, settings)]
+    assert answers.result() == reference.generate(prompts, settings)
 
 
 def test_answer_ends_with_its_end_token(
@@ -126,6 +127,7 @@ def test_answer_ends_with_its_end_token(
     prompt = tokenizer.encode(text, add_special_tokens=False)
     (answer,) = smollm2.generate([prompt], RegenerateConfig(max_new_tokens=40))
     assert [answer] == reference.generate([prompt], RegenerateConfig(max_new_tokens=40))
+    assert isinstance(answer, Generation)
     assert answer.finished
     assert answer.ids[-1] in reference.end_ids
 
@@ -149,7 +151,7 @@ def test_sample_larger_than_the_budget_passes_alone(smollm2: SGLangEngine) -> No
 def test_stopping_early_leaves_nothing_behind(smollm2: SGLangEngine) -> None:
     results = smollm2.capture_each(random_ids(*[30] * 20, seed=8))
     next(results)
-    results.close()  # type: ignore[attr-defined] # it is a generator
+    results.close()
     assert smollm2.area.used_bytes == 0
     assert len(smollm2.capture(random_ids(9, seed=9))) == 1
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 import pytest
 import requests
 
-from eagle3.capture.dispatch import MAX_RESTARTS, Dispatcher, Job, JobError, SetAside
+from eagle3.capture.dispatch import MAX_RESTARTS, Dispatcher, Job, JobError
+from eagle3.capture.engine import SetAside
 from eagle3.capture.launch import ServerError
 from eagle3.capture.server import Server
 

@@ -15,13 +15,21 @@ import pytest
 import torch
 
 import extract
-from eagle3.capture import extraction, pipeline
+from eagle3.capture import pipeline, running_engine
+from eagle3.capture.engine import Captured
 from eagle3.capture.extraction import run_extraction
-from eagle3.capture.inprocess import Captured, TransformersEngine
+from eagle3.capture.inprocess import TransformersEngine, batches_by_length
 from eagle3.capture.parity import ParityError
-from eagle3.capture.pipeline import batches_by_length
 from eagle3.cli import run_command
-from eagle3.config import ExtractConfig, PromptsConfig, RegenerateConfig, StoreConfig, TargetConfig, UserError
+from eagle3.config import (
+    ExtractConfig,
+    PromptsConfig,
+    RegenerateConfig,
+    ServerConfig,
+    StoreConfig,
+    TargetConfig,
+    UserError,
+)
 from eagle3.features.record import FeatureSample, supervised_rows
 from eagle3.features.store import FeatureStore
 from eagle3.features.writer import QuotaReached
@@ -238,7 +246,7 @@ def test_a_finished_run_is_done_again_without_the_target(
     config = make_config(tiny_target, tmp_path)
     run_extraction(config)
     before = {path.name: path.read_bytes() for path in (tmp_path / "store").glob("shard-*")}
-    monkeypatch.setattr(extraction, "TransformersEngine", None)
+    monkeypatch.setattr(running_engine, "TransformersEngine", None)
     caplog.clear()
     report = run_extraction(config)
     assert (report.num_stored_before, report.num_stored) == (10, 0)
@@ -264,7 +272,7 @@ def test_the_plan_comes_first_and_refuses_before_the_target_is_loaded(
     tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(extraction, "TransformersEngine", None)
+    monkeypatch.setattr(running_engine, "TransformersEngine", None)
     config = make_config(tiny_target, tmp_path, regenerate=RegenerateConfig(enabled=False))
     config = replace(config, store=replace(config.store, quota_bytes=1000))
     with pytest.raises(UserError, match=r"must stay within store.quota_bytes=1000, got a plan of \d+ bytes"):
@@ -368,14 +376,16 @@ def test_a_failed_gate_stores_nothing(tiny_target: Path, tmp_path: Path, monkeyp
 
 
 def test_an_engine_that_is_not_there_names_the_one_that_is(tiny_target: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"engine must be 'transformers', got 'sglang': .*run with engine=transformers"):
+    with pytest.raises(UserError, match=r"must have sglang installed, got .* or use engine=transformers$"):
         run_extraction(make_config(tiny_target, tmp_path, engine="sglang"))
+    assert not (tmp_path / "store").exists()
 
 
 def test_settings_that_cannot_work_are_named_all_at_once(tiny_target: Path, tmp_path: Path) -> None:
     config = make_config(tiny_target, tmp_path, batch_tokens=0, max_quarantined_share=-0.1)
     regenerate = RegenerateConfig(max_new_tokens=0, batch_size=0, temperature=-1.0, top_p=1.5)
-    wrong = replace(config, regenerate=regenerate, store=replace(config.store, shard_bytes=0))
+    server = ServerConfig(tensor_parallel_size=0, max_requests=0, staging_bytes=0)
+    wrong = replace(config, regenerate=regenerate, server=server, store=replace(config.store, shard_bytes=0))
     wrong = replace(wrong, prompts=replace(config.prompts, max_tokens=0))
     with pytest.raises(UserError) as caught:
         run_extraction(wrong)
@@ -386,6 +396,9 @@ def test_settings_that_cannot_work_are_named_all_at_once(tiny_target: Path, tmp_
         "  regenerate.batch_size must be at least 1, got 0",
         "  store.shard_bytes must be at least 1, got 0",
         "  batch_tokens must be at least 1, got 0",
+        "  server.tensor_parallel_size must be at least 1, got 0",
+        "  server.max_requests must be at least 1, got 0",
+        "  server.staging_bytes must be at least 1, got 0",
         "  regenerate.temperature must be 0 or more, got -1.0",
         "  regenerate.top_p must be above 0 and at most 1, got 1.5",
         "  max_quarantined_share must be from 0 to 1, got -0.1",

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from eagle3.capture.inprocess import Captured, TransformersEngine
+from eagle3.capture.engine import Captured
+from eagle3.capture.inprocess import TransformersEngine
 from eagle3.capture.parity import ParityError, TargetFacts, check_parity, read_target
 from eagle3.config import RegenerateConfig, TargetConfig, UserError
 from eagle3.prompts.rendering import load_tokenizer

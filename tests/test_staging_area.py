@@ -71,6 +71,17 @@ def test_shared_directory_loses_only_what_is_ours(tmp_path: Path) -> None:
         assert (tmp_path / "plugin-1.json").exists()
 
 
+def test_sample_that_comes_after_a_run_was_stopped_is_found_by_the_next(tmp_path: Path) -> None:
+    area = StagingArea(tmp_path, 1, shared=True)
+    area.__enter__()
+    late = sample_path(tmp_path, area.new_request_id(3))
+    area.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+    late.write_text("")
+    with StagingArea(tmp_path, 1, shared=True):
+        assert not late.exists()
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("kind", ["shared", "own"])
 def test_what_a_killed_run_left_is_found_and_a_living_one_is_left_alone(tmp_path: Path, kind: str) -> None:
     command = [sys.executable, "-c", LIVING_RUN, str(tmp_path), kind]

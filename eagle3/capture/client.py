@@ -5,8 +5,7 @@ more of them are asked for than fit its budget.
 """
 
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -16,9 +15,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from eagle3.capture.dispatch import Dispatcher, Job, JobError, SetAside
+from eagle3.capture.dispatch import Dispatcher, Job, JobError
+from eagle3.capture.engine import Captured, EngineFacts, SetAside, TopTwo
 from eagle3.capture.generation import Generation
-from eagle3.capture.inprocess import Captured
 from eagle3.capture.launch import ServerError
 from eagle3.capture.server import Server, ServerFacts
 from eagle3.capture.staging_area import SampleError, StagingArea
@@ -28,14 +27,21 @@ from eagle3.prompts.loops import first_occurrence_end
 PROBE_IDS = [0, 1, 2]
 FILE_SECONDS = 60  # between an answer and its sample, at most: the server's writer may be gigabytes behind
 ATTACHED_SECONDS = 60  # for a server that somebody else started to answer
-
-
-@dataclass(frozen=True)
-class TopTwo:
-    """The two likeliest next tokens at each position of a sequence, from the engine's own logits."""
-
-    ids: Tensor  # (T, 2) int64
-    logprobs: Tensor  # (T, 2) fp32
+# Settings of a server that change its numbers: a store says with which of them it was begun.
+NUMERIC_SETTINGS = (
+    "attention_backend",
+    "chunked_prefill_size",
+    "dp_size",
+    "dtype",
+    "enable_deterministic_inference",
+    "ep_size",
+    "kv_cache_dtype",
+    "moe_runner_backend",
+    "page_size",
+    "quantization",
+    "sampling_backend",
+    "tp_size",
+)
 
 
 class SGLangEngine:
@@ -47,20 +53,26 @@ class SGLangEngine:
         """Waits until each server has recorded a sample.
 
         Raises:
-            UserError: a server died, does not answer, or records nothing or other layers.
+            UserError: a server died, does not answer, or records nothing or other layers; or two are not alike.
         """
         self.capture_layers = list(capture_layers)
         self.servers = list(servers)
         self.area = area
         self._config = config
+        self._dtypes: dict[str, str] = {}  # url -> dtype of what it recorded
         for server in servers:
             self._wait_until_ready(server)
-        self.facts: list[ServerFacts] = [server.facts() for server in servers]
+        self.server_facts: list[ServerFacts] = [server.facts() for server in servers]
+        self.facts = self._common_facts()
 
     @property
     def max_tokens(self) -> int:
         """Tokens of the longest sequence that each server takes."""
-        return min(facts.max_tokens for facts in self.facts)
+        return min(facts.max_tokens for facts in self.server_facts)
+
+    def num_answers_together(self, settings: RegenerateConfig) -> int:
+        """Returns how many prompts are answered at the same time."""
+        return self._config.max_requests * len(self.servers)
 
     def capture(self, sequences: Sequence[Sequence[int]]) -> list[Captured]:
         """Runs sequences and returns their states, in their order.
@@ -75,7 +87,9 @@ class SGLangEngine:
             captured[index] = result
         return [captured[index] for index in range(len(captured))]
 
-    def capture_each(self, sequences: Iterable[Sequence[int]]) -> Iterator[tuple[int, Captured | SetAside]]:
+    def capture_each(
+        self, sequences: Iterable[Sequence[int]]
+    ) -> Generator[tuple[int, Captured | SetAside], None, None]:
         """Runs sequences, each taken when there is room for it; yields (its place, states) as they come.
 
         Raises:
@@ -92,38 +106,60 @@ class SGLangEngine:
         *,
         max_tokens: int | None = None,
         on_tokens: Callable[[int], None] = lambda num_tokens: None,
-    ) -> list[Generation]:
+    ) -> list[Generation | SetAside]:
         """Answers each prompt; prompt and answer together have at most `max_tokens` (and the servers' limit).
 
         Raises:
-            UserError: a server stays away, or a prompt has no answer.
+            UserError: a server stays away.
         """
         limit = min(self.max_tokens, max_tokens or self.max_tokens)
         task = _Generate(settings, limit, self._config, self._recover)
-        answers: dict[int, Generation] = {}
+        answers: dict[int, Generation | SetAside] = {}
         for job, result in self._dispatch(task, prompts):
-            if isinstance(result, SetAside):
-                raise UserError(f"prompt {job.index} must be answered, got {result.reason}")
             answers[job.index] = result
-            on_tokens(len(result.ids))
+            if isinstance(result, Generation):
+                on_tokens(len(result.ids))
         return [answers[index] for index in range(len(answers))]
 
-    def top_two(self, sequences: Sequence[Sequence[int]]) -> list[TopTwo]:
-        """Returns what the engine itself would say at each position, for gates.
+    def top_two(self, sequences: Sequence[Sequence[int]], *, together: bool) -> list[TopTwo]:
+        """Returns what the engine itself would say at each position, asked one by one or all at once: for gates.
 
         Raises:
             UserError: a server stays away, or a sequence has no answer.
         """
         found: dict[int, TopTwo] = {}
-        for job, result in self._dispatch(_TopTwo(self._config, self._recover), sequences):
+        max_requests = self._config.max_requests if together else 1
+        for job, result in self._dispatch(_TopTwo(self._config, self._recover), sequences, max_requests):
             if isinstance(result, SetAside):
                 raise UserError(f"sequence {job.index} must be scored, got {result.reason}")
             found[job.index] = result
         return [found[index] for index in range(len(found))]
 
-    def _dispatch(self, task: Any, sequences: Iterable[Sequence[int]]) -> Iterator[tuple[Job, Any]]:
+    def log_normaliser(self, last_hidden_states: Tensor) -> None:
+        """Returns None: the head is in the servers."""
+
+    def _dispatch(
+        self, task: Any, sequences: Iterable[Sequence[int]], max_requests: int | None = None
+    ) -> Iterator[tuple[Job, Any]]:
         jobs = (Job(index, self._checked(sequence)) for index, sequence in enumerate(sequences))
-        return Dispatcher(self.servers, self._config.max_requests, task).run(jobs)
+        return Dispatcher(self.servers, max_requests or self._config.max_requests, task).run(jobs)
+
+    def _common_facts(self) -> EngineFacts:
+        first, *others = [
+            EngineFacts(
+                version=facts.version,
+                dtype=self._dtypes[server.url],
+                settings={name: facts.settings[name] for name in NUMERIC_SETTINGS if name in facts.settings},
+            )
+            for server, facts in zip(self.servers, self.server_facts, strict=True)
+        ]
+        for server, facts in zip(self.servers[1:], others, strict=True):
+            if facts != first:
+                raise ServerError(
+                    f"servers of one store must be alike, got {first} from {self.servers[0].url} and {facts} from "
+                    f"{server.url}; start them with the same SGLang and the same flags"
+                )
+        return first
 
     def _checked(self, sequence: Sequence[int]) -> list[int]:
         if not 0 < len(sequence) <= self.max_tokens:
@@ -162,6 +198,7 @@ class SGLangEngine:
                 f"{server.url} must record the boundaries {self.capture_layers}, got {boundaries}; "
                 f"start it with EAGLE3_CAPTURE_LAYERS={','.join(map(str, self.capture_layers))}"
             )
+        self._dtypes[server.url] = str(sample.last_hidden_states.dtype).removeprefix("torch.")
         tensors = (sample.input_ids, sample.aux_hidden_states, sample.last_hidden_states)
         self._bytes_per_token = sum(tensor.nbytes for tensor in tensors) // len(PROBE_IDS)
 

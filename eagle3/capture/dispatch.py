@@ -14,6 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 import requests
 
+from eagle3.capture.engine import SetAside
 from eagle3.capture.launch import ServerError
 from eagle3.capture.server import Server
 
@@ -38,13 +39,6 @@ class Job:
     input_ids: list[int]
     request_id: str = ""  # of this try
     num_failures: int = 0
-
-
-@dataclass(frozen=True)
-class SetAside:
-    """A job was given up."""
-
-    reason: str
 
 
 class Task(Protocol[Result_co]):

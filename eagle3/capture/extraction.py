@@ -8,16 +8,16 @@ import json
 import logging
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
-import transformers
 from transformers import PreTrainedTokenizerBase
 
 from eagle3.board import feature_store
-from eagle3.capture.inprocess import TransformersEngine
 from eagle3.capture.interrupts import Interrupts
 from eagle3.capture.parity import TargetFacts, read_target
 from eagle3.capture.pipeline import QUARANTINE_NAME, REJECTED_NAME, ExtractionReport, Pipeline
+from eagle3.capture.running_engine import engine_version, running_engine
 from eagle3.capture.selection import TooLong, select_rows
 from eagle3.config import ExtractConfig, UserError
 from eagle3.features.codec import EXACT_CODECS, Codec
@@ -47,13 +47,8 @@ def run_extraction(config: ExtractConfig) -> ExtractionReport:
 
     Raises:
         UserError: settings, prompts, target or store do not allow it, a gate failed, the disk or the quota is full, or
-            too many samples had features that are not finite. What was captured before is kept.
+            too many samples had no usable features. What was captured before is kept.
     """
-    if config.engine != "transformers":
-        raise UserError(
-            f"engine must be 'transformers', got {config.engine!r}: capture through a SGLang server is not part of "
-            f"this version; run with engine=transformers, which loads the target in this process"
-        )
     check_settings(config)
     if config.prompts.path is None:
         raise UserError("prompts.path must be a file, got none; name one with --prompts")
@@ -68,26 +63,28 @@ def run_extraction(config: ExtractConfig) -> ExtractionReport:
     done = stored_ids | quarantined_ids
     todo = [row.size for row in selection.rows if row.conversation.id not in done]
     _check_plan(config, facts, manifest, todo, len(stored_ids))
-    report = ExtractionReport(
-        num_stored_before=len(stored_ids),
-        num_bad_rows=len(selection.bad_rows),
-        num_too_long=len(selection.too_long),
-        num_quarantined=len(quarantined_ids),
-    )
+    report = ExtractionReport(num_stored_before=len(stored_ids), num_quarantined=len(quarantined_ids))
     with (
         Interrupts() as interrupts,
         FeatureWriter(store_path, manifest, store.shard_bytes, store.quota_bytes) as writer,
+        ExitStack() as stack,
     ):
-        _write_rejected(store_path, selection.rejected)
         if todo:
             identity = identify(store_path, config.tracking, "extract", resumes=True)
             digests = {"prompts": manifest.prompts_digest, "target": manifest.target_revision}
             write_provenance(
                 store_path, identity, config, {"seeds": {"regenerate": config.regenerate.seed}, "digests": digests}
             )
-            engine = TransformersEngine(config.target, facts.capture_layers, tokenizer)
+            engine = stack.enter_context(running_engine(config, facts, tokenizer))
+            if engine.max_tokens < max_tokens:
+                logger.warning("the engine takes %d tokens, fewer than the %d asked for", engine.max_tokens, max_tokens)
+                max_tokens = engine.max_tokens
+                selection = select_rows(config.prompts, renderer, config.regenerate, max_tokens=max_tokens)
+        _write_rejected(store_path, selection.rejected)
+        report.num_bad_rows, report.num_too_long = len(selection.bad_rows), len(selection.too_long)
+        if todo:
             pipeline = Pipeline(
-                config, engine, renderer, writer, report=report, interrupts=interrupts, max_tokens=max_tokens
+                config, engine, tokenizer, renderer, writer, report=report, interrupts=interrupts, max_tokens=max_tokens
             )
             try:
                 pipeline.run(selection.rows, quarantined_ids)
@@ -110,14 +107,20 @@ def check_settings(config: ExtractConfig) -> None:
     Raises:
         UserError: names all that cannot.
     """
-    regenerate = config.regenerate
+    regenerate, server = config.regenerate, config.server
     at_least_one = {
         "prompts.max_tokens": config.prompts.max_tokens,
         "regenerate.max_new_tokens": regenerate.max_new_tokens,
         "regenerate.batch_size": regenerate.batch_size,
         "store.shard_bytes": config.store.shard_bytes,
         "batch_tokens": config.batch_tokens,
+        "server.tensor_parallel_size": server.tensor_parallel_size,
+        "server.max_requests": server.max_requests,
+        "server.startup_timeout_seconds": server.startup_timeout_seconds,
+        "server.request_timeout_seconds": server.request_timeout_seconds,
     }
+    if server.staging_bytes is not None:
+        at_least_one["server.staging_bytes"] = server.staging_bytes
     problems = [f"  {name} must be at least 1, got {value}" for name, value in at_least_one.items() if value < 1]
     if not 0 <= regenerate.temperature < math.inf:
         problems.append(f"  regenerate.temperature must be 0 or more, got {regenerate.temperature}")
@@ -149,7 +152,7 @@ def build_manifest(
         target_revision=digest_target_weights(target_path),
         target_quantization=facts.quantization,
         engine=config.engine,
-        engine_version=transformers.__version__,
+        engine_version=engine_version(config),
         capture_layers=tuple(facts.capture_layers),
         dtype=config.target.dtype,
         codec=store_codec(config),
@@ -247,7 +250,7 @@ def _log_report(report: ExtractionReport, store_path: Path) -> None:
         report.num_turns_dropped,
     )
     logger.info(
-        "left out: %d bad rows and %d too long (%s), %d samples with features that are not finite (%s)",
+        "left out: %d bad rows and %d too long (%s), %d samples without usable features (%s)",
         report.num_bad_rows,
         report.num_too_long,
         REJECTED_NAME,

@@ -4,16 +4,18 @@ States are taken from the inputs of the decoder layers, so `capture_layers` are 
 residual stream that enters layer k.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers.masking_utils import sdpa_mask
 
+from eagle3.capture.engine import Captured, EngineFacts, TopTwo
 from eagle3.capture.generation import BatchDecoder, Generation, grouped_attention
 from eagle3.config import RegenerateConfig, TargetConfig, UserError
 from eagle3.prompts.rendering import end_token_ids, missing_weights, one_line
@@ -21,21 +23,21 @@ from eagle3.prompts.rendering import end_token_ids, missing_weights, one_line
 ATTENTION_NAME = "eagle3_grouped"
 LOGITS_PER_CHUNK = 2**24  # 64 MiB in fp32: little beside a target's head
 DECODABLE_LAYERS = {"full_attention", "sliding_attention"}
-
-
-@dataclass(frozen=True)
-class Captured:
-    """The states of one sequence, on the CPU, in the target's dtype."""
-
-    aux_hidden_states: Tensor  # (T, A*D) entering each captured layer, side by side
-    last_hidden_states: Tensor  # (T, D) after the final norm
+WINDOW = 128  # sequences that are sorted by length together, so that batches have little padding
 
 
 class TransformersEngine:
     """Runs the target on one device: captures states, generates answers."""
 
-    def __init__(self, target: TargetConfig, capture_layers: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> None:
-        """Loads the target.
+    def __init__(
+        self,
+        target: TargetConfig,
+        capture_layers: Sequence[int],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        batch_tokens: int = 8192,
+    ) -> None:
+        """Loads the target; `batch_tokens` are padded tokens per forward of `capture_each`.
 
         Raises:
             UserError: transformers cannot load it.
@@ -68,6 +70,7 @@ class TransformersEngine:
         self.model = model.to(device).eval()
         self.tokenizer = tokenizer
         self.capture_layers = list(capture_layers)
+        self._batch_tokens = batch_tokens
         self._path = Path(target.path)
         self.end_ids = end_token_ids(self._path, tokenizer)
         self._text_config: Any = model.config.get_text_config()
@@ -75,9 +78,18 @@ class TransformersEngine:
         self._head: Any = model.get_output_embeddings()
 
     @property
+    def facts(self) -> EngineFacts:
+        """What runs the target."""
+        return EngineFacts(transformers.__version__, str(self.model.dtype).removeprefix("torch."))
+
+    @property
     def max_tokens(self) -> int:
         """Tokens of the longest sequence that the target was made for."""
         return int(self._text_config.max_position_embeddings)
+
+    def num_answers_together(self, settings: RegenerateConfig) -> int:
+        """Returns how many prompts are answered at the same time."""
+        return settings.batch_size
 
     @torch.inference_mode()
     def capture(self, sequences: Sequence[Sequence[int]]) -> list[Captured]:
@@ -103,6 +115,18 @@ class TransformersEngine:
                 handle.remove()
         return [Captured(aux[i, :length].flatten(1).cpu(), last[i, :length].cpu()) for i, length in enumerate(lengths)]
 
+    def capture_each(self, sequences: Iterable[Sequence[int]]) -> Generator[tuple[int, Captured], None, None]:
+        """Runs sequences in batches of similar length; yields (its place, states).
+
+        Raises:
+            UserError: a sequence is longer than the target's positions reach.
+        """
+        waiting = iter(enumerate(sequences))
+        while window := list(islice(waiting, WINDOW)):
+            for batch in batches_by_length([len(sequence) for _, sequence in window], self._batch_tokens):
+                captured = self.capture([window[i][1] for i in batch])
+                yield from zip([window[i][0] for i in batch], captured, strict=True)
+
     @torch.inference_mode()
     def log_normaliser(self, last_hidden_states: Tensor) -> Tensor:  # (R, D) -> (R,) fp32
         """Returns the log-sum-exp over V of the target's logits, a few rows at a time."""
@@ -118,6 +142,12 @@ class TransformersEngine:
         """Returns transformers' own logits, (T, V) of each sequence, run as one batch: for gates."""
         logits = self.model(_pad(sequences).to(self.model.device), use_cache=False).logits  # (B, T, V)
         return [logits[i, : len(sequence)].cpu() for i, sequence in enumerate(sequences)]
+
+    def top_two(self, sequences: Sequence[Sequence[int]], *, together: bool) -> list[TopTwo]:
+        """Returns the likeliest tokens at each position, run alone or as one batch: for gates."""
+        logits = self.logits(sequences) if together else [self.logits([sequence])[0] for sequence in sequences]
+        tops = [each.float().log_softmax(dim=-1).topk(2, dim=-1) for each in logits]  # (T, 2)
+        return [TopTwo(top.indices, top.values) for top in tops]
 
     @torch.inference_mode()
     def hidden_states(self, sequence: Sequence[int]) -> list[Tensor]:
@@ -168,6 +198,20 @@ class TransformersEngine:
                 f"prompt and answer must fit the target's attention window of {window} tokens to generate in this "
                 f"process, got {num_tokens} ({self._path}); {advice}"
             )
+
+
+def batches_by_length(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
+    """Groups indices, longest first, so that each batch has at most `batch_tokens` tokens with its padding.
+
+    A sequence that is longer than that gets a batch of its own.
+    """
+    batches: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if batches and lengths[batches[-1][0]] * (len(batches[-1]) + 1) <= batch_tokens:
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+    return batches
 
 
 def _pad(sequences: Sequence[Sequence[int]]) -> Tensor:

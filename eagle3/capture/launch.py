@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from eagle3.capture.plugin import version_numbers
 from eagle3.config import UserError
 
 logger = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ class ServerProcess:
         return "\n".join(lines[-count:])
 
 
-def installed_version(python: str) -> tuple[int, ...]:
+def installed_version(python: str) -> str:
     """Returns the version of SGLang that an interpreter has.
 
     Raises:
@@ -121,8 +122,7 @@ def installed_version(python: str) -> tuple[int, ...]:
         reason = (answer.stderr.strip().splitlines() or ["no message"])[-1]
         raise UserError(f"server.python must have sglang installed, got {python!r} ({reason}); {advice}")
     version, plugins = json.loads(answer.stdout)
-    numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
-    if numbers < OLDEST_VERSION:
+    if version_numbers(version) < OLDEST_VERSION:
         oldest = ".".join(map(str, OLDEST_VERSION))
         raise UserError(f"sglang must be {oldest} or newer, got {version} ({python}); upgrade it, or {advice}")
     if "eagle3" not in plugins:
@@ -131,14 +131,14 @@ def installed_version(python: str) -> tuple[int, ...]:
             f"server.python must have eagle3 installed beside sglang, got the plugins {plugins} ({python}); "
             f"run: {python} -m pip install --no-deps {root}"
         )
-    return numbers
+    return str(version)
 
 
-def capture_flags(version: tuple[int, ...]) -> dict[str, Any]:
+def capture_flags(version: str) -> dict[str, Any]:
     """Returns the flags without which a server does not record each token of each prompt."""
     # Python does not run when a prefill is replayed from a CUDA graph, and a cached prefix is not run at all.
     graphs: dict[str, Any] = {"cuda-graph-backend-prefill": "disabled"}
-    if version < PREFILL_BACKEND_VERSION:
+    if version_numbers(version) < PREFILL_BACKEND_VERSION:
         graphs = {"disable-piecewise-cuda-graph": True}
     # The warm-up request would come before our own, which waits just as well.
     return {**graphs, "disable-radix-cache": True, "skip-server-warmup": True}

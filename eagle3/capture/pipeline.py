@@ -4,20 +4,23 @@ import json
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import PreTrainedTokenizerBase
 
 from eagle3.capture.answers import AnswerLog
+from eagle3.capture.engine import Captured, Engine, SetAside
 from eagle3.capture.generation import Generation
-from eagle3.capture.inprocess import Captured, TransformersEngine
 from eagle3.capture.interrupts import Interrupts
-from eagle3.capture.parity import check_parity
+from eagle3.capture.parity import GATE_SAMPLES, check_parity
 from eagle3.capture.regenerate import Answered, answer_conversations
 from eagle3.capture.selection import Row
 from eagle3.config import ExtractConfig, UserError
@@ -31,8 +34,9 @@ from eagle3.prompts.rendering import ChatRenderer
 logger = logging.getLogger(__name__)
 
 REJECTED_NAME = "rejected.jsonl"  # rows that were not captured, of the latest run
-QUARANTINE_NAME = "quarantine.jsonl"  # samples with features that are not finite, of all runs
+QUARANTINE_NAME = "quarantine.jsonl"  # samples without usable features, of all runs
 PARITY_NAME = "parity.json"  # what the gates saw, of the latest run
+LINE_SECONDS = 30.0  # between two lines where there is no bar
 CHUNK_BATCHES = 4  # of answers, between two writes of the log: a kill loses at most these
 
 
@@ -79,7 +83,8 @@ class Pipeline:
     def __init__(
         self,
         config: ExtractConfig,
-        engine: TransformersEngine,
+        engine: Engine,
+        tokenizer: PreTrainedTokenizerBase,
         renderer: ChatRenderer,
         writer: FeatureWriter,
         *,
@@ -89,12 +94,15 @@ class Pipeline:
     ) -> None:
         self._config = config
         self._engine = engine
+        self._tokenizer = tokenizer
         self._renderer = renderer
         self._writer = writer
         self._report = report
         self._interrupts = interrupts
         self._max_tokens = max_tokens
         self._is_gated = False
+        self._num_rows = 0
+        self._told_at = time.monotonic()
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("samples {task.description}"))
         times = (TimeElapsedColumn(), TimeRemainingColumn())
         console = Console(stderr=True)
@@ -107,24 +115,17 @@ class Pipeline:
         Raises:
             UserError: a gate failed, nothing was captured, too much was quarantined, or the disk or quota is full.
         """
-        # Chunks are those of the file, whatever is done already: an answer keeps its batch mates, and with them its
-        # rounding, when a run is resumed.
-        chunk_size = CHUNK_BATCHES * self._config.regenerate.batch_size
-        self._progress.update(self._task, total=len(rows))
+        done = self._writer.stored_ids | quarantined_ids
+        missing = {row.conversation.id for row in rows} - done
+        self._num_rows = len(rows)
+        self._progress.update(self._task, total=len(rows), completed=len(rows) - len(missing))
         answers = AnswerLog(self._writer.path)
         try:
             with self._progress:
-                for start in range(0, len(rows), chunk_size):
-                    chunk = rows[start : start + chunk_size]
-                    missing = {row.conversation.id for row in chunk} - self._writer.stored_ids - quarantined_ids
-                    if missing:
-                        is_answered = self._config.regenerate.enabled
-                        tokens = self._answered(chunk, answers) if is_answered else self._given(chunk)
-                        self._capture([each for each in tokens if each.row.conversation.id in missing])
-                        self._check_quarantine(len(rows))
-                    self._progress.advance(self._task, len(chunk))
-                    if self._progress.disable:
-                        logger.info("%d/%d samples %s", start + len(chunk), len(rows), self._report.rates())
+                if self._config.regenerate.enabled:
+                    self._answer_and_capture(rows, missing, answers)
+                else:
+                    self._capture(self._given([row for row in rows if row.conversation.id in missing]))
                 with self._interrupts.held():
                     self._writer.flush()
         finally:
@@ -135,15 +136,25 @@ class Pipeline:
                 f"{REJECTED_NAME} and {QUARANTINE_NAME} say why"
             )
 
-    def _given(self, chunk: Sequence[Row]) -> list[_Tokens]:
-        rendered = [render_row(self._renderer, row.conversation) for row in chunk]
-        return [_Tokens(row, each.input_ids, each.loss_mask) for row, each in zip(chunk, rendered, strict=True)]
+    def _answer_and_capture(self, rows: Sequence[Row], missing: set[str], log: AnswerLog) -> None:
+        # Chunks are those of the file, whatever is done already: an answer keeps its batch mates, and with them its
+        # rounding, when a run is resumed.
+        chunk_size = CHUNK_BATCHES * self._engine.num_answers_together(self._config.regenerate)
+        for start in range(0, len(rows), chunk_size):
+            chunk = rows[start : start + chunk_size]
+            if any(row.conversation.id in missing for row in chunk):
+                self._capture([each for each in self._answered(chunk, log) if each.row.conversation.id in missing])
+
+    def _given(self, rows: Sequence[Row]) -> Iterator[_Tokens]:
+        for row in rows:
+            rendered = render_row(self._renderer, row.conversation)
+            yield _Tokens(row, rendered.input_ids, rendered.loss_mask)
 
     def _answered(self, chunk: Sequence[Row], log: AnswerLog) -> list[_Tokens]:
         conversations = [row.conversation for row in chunk]
         if not all(conversation.id in log for conversation in conversations):
             answered = answer_conversations(
-                conversations, self._renderer, self._engine.tokenizer, self._generate, self._max_tokens
+                conversations, self._renderer, self._tokenizer, self._generate, self._max_tokens
             )
             with self._interrupts.held():
                 log.append(conversations, answered)
@@ -153,27 +164,42 @@ class Pipeline:
             if isinstance(result, BadRow):
                 self._report.num_bad_rows += 1
                 _append_line(self._writer.path / REJECTED_NAME, asdict(result))
+                self._show(advance=1)
                 continue
             self._count(result)
             tokens.append(_Tokens(row, result.input_ids, result.loss_mask))
         return tokens
 
-    def _generate(self, prompts: list[list[int]]) -> list[Generation]:
+    def _generate(self, prompts: list[list[int]]) -> Sequence[Generation | SetAside]:
         def count(num_tokens: int) -> None:
             self._report.num_generated += num_tokens
             self._report.generation_seconds = before + time.monotonic() - started
-            self._progress.update(self._task, description=self._report.rates())
+            self._show()
 
         before, started = self._report.generation_seconds, time.monotonic()
         return self._engine.generate(prompts, self._config.regenerate, max_tokens=self._max_tokens, on_tokens=count)
 
-    def _capture(self, tokens: list[_Tokens]) -> None:
-        if not tokens:
-            return
+    def _capture(self, tokens: Iterable[_Tokens]) -> None:
+        waiting = iter(tokens)
         if not self._is_gated:
-            self._gate(tokens)
-        for batch in batches_by_length([len(each.input_ids) for each in tokens], self._config.batch_tokens):
-            self._capture_batch([tokens[i] for i in batch])
+            first = list(islice(waiting, GATE_SAMPLES))
+            if not first:
+                return
+            self._gate(first)
+            waiting = chain(first, waiting)
+        under_way: dict[int, _Tokens] = {}
+
+        def sequences() -> Iterator[list[int]]:
+            for index, each in enumerate(waiting):
+                under_way[index] = each
+                yield each.input_ids
+
+        before, started = self._report.capture_seconds, time.monotonic()
+        with closing(self._engine.capture_each(sequences())) as results:
+            for index, result in results:
+                self._store(under_way.pop(index), result)
+                self._report.capture_seconds = before + time.monotonic() - started
+                self._show(advance=1)
 
     def _gate(self, tokens: list[_Tokens]) -> None:
         regenerate = self._config.regenerate
@@ -186,36 +212,56 @@ class Pipeline:
         )
         write_atomically(self._writer.path / PARITY_NAME, json.dumps(asdict(report), indent=2) + "\n")
         self._progress.stop()  # a log line would land in the middle of the bar
+        states = f"not compared with transformers' own, since {report.states_skipped}"
+        if report.states_skipped is None:
+            states = f"within {max(report.relative_error):.2g} of transformers' own"
         logger.info(
-            "parity: states of layers %s are within %.2g of transformers' own, greedy tokens agree on %.1f %% of %d",
+            "parity: states of layers %s are %s; greedy tokens agree on %.1f %% of %d",
             report.capture_layers,
-            max(report.relative_error),
+            states,
             100 * report.agreement,
             report.num_clear,
         )
         self._progress.start()
         self._is_gated = True
 
-    def _capture_batch(self, batch: list[_Tokens]) -> None:
-        started = time.monotonic()
-        captured = self._engine.capture([each.input_ids for each in batch])
-        samples = [self._sample(tokens, states) for tokens, states in zip(batch, captured, strict=True)]
-        last = torch.cat([sample.last_hidden_states for sample in samples])  # (R of all, D)
-        logz = self._engine.log_normaliser(last).split([sample.last_rows.numel() for sample in samples])
-        for tokens, sample, sample_logz in zip(batch, samples, logz, strict=True):
-            fault = find_fault(sample)
-            with self._interrupts.held():
-                if fault is None:
-                    self._writer.write(replace(sample, target_logz=sample_logz))
-                    self._report.num_stored += 1
-                else:
-                    line = {"sample_id": sample.sample_id, "line": tokens.row.conversation.line, "reason": fault}
-                    _append_line(self._writer.path / QUARANTINE_NAME, line)
-                    self._report.num_quarantined += 1
-            self._report.num_tokens += len(tokens.input_ids)
-            self._report.num_supervised += sum(tokens.loss_mask)
-        self._report.capture_seconds += time.monotonic() - started
-        self._progress.update(self._task, description=self._report.rates())
+    def _store(self, tokens: _Tokens, result: Captured | SetAside) -> None:
+        if isinstance(result, SetAside):
+            self._quarantine(tokens, result.reason)
+            return
+        sample = self._sample(tokens, result)
+        fault = find_fault(sample)
+        if fault is not None:
+            self._quarantine(tokens, fault)
+            return
+        sample = replace(sample, target_logz=self._engine.log_normaliser(sample.last_hidden_states))
+        with self._interrupts.held():
+            self._writer.write(sample)
+            self._report.num_stored += 1
+        self._report.num_tokens += len(tokens.input_ids)
+        self._report.num_supervised += sum(tokens.loss_mask)
+
+    def _quarantine(self, tokens: _Tokens, reason: str) -> None:
+        line = {"sample_id": tokens.row.conversation.id, "line": tokens.row.conversation.line, "reason": reason}
+        with self._interrupts.held():
+            _append_line(self._writer.path / QUARANTINE_NAME, line)
+            self._report.num_quarantined += 1
+        allowed = self._config.max_quarantined_share
+        if self._report.num_quarantined > allowed * self._num_rows:
+            raise UserError(
+                f"samples without usable features must be at most max_quarantined_share={allowed} of "
+                f"{self._num_rows}, got {self._report.num_quarantined} ({self._writer.path / QUARANTINE_NAME}); "
+                f"see the reasons there, or raise the share"
+            )
+
+    def _show(self, advance: int = 0) -> None:
+        """Brings the bar up to date; where there is none, says the same in a line now and then."""
+        self._progress.update(self._task, advance=advance, description=self._report.rates())
+        now = time.monotonic()
+        if self._progress.disable and now - self._told_at >= LINE_SECONDS:
+            self._told_at = now
+            (task,) = self._progress.tasks
+            logger.info("%d/%d samples %s", task.completed, self._num_rows, self._report.rates())
 
     def _sample(self, tokens: _Tokens, states: Captured) -> FeatureSample:
         loss_mask = torch.tensor(tokens.loss_mask)
@@ -235,29 +281,6 @@ class Pipeline:
         self._report.num_looped += answered.num_looped
         self._report.num_reencoded += answered.num_reencoded
         self._report.num_turns_dropped += answered.num_turns_dropped
-
-    def _check_quarantine(self, num_rows: int) -> None:
-        allowed = self._config.max_quarantined_share
-        if self._report.num_quarantined > allowed * num_rows:
-            raise UserError(
-                f"samples with features that are not finite must be at most max_quarantined_share={allowed} of "
-                f"{num_rows}, got {self._report.num_quarantined} ({self._writer.path / QUARANTINE_NAME}); "
-                f"run the target in another dtype, or raise the share"
-            )
-
-
-def batches_by_length(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Groups indices, longest first, so that each batch has at most `batch_tokens` tokens with its padding.
-
-    A sequence that is longer than that gets a batch of its own.
-    """
-    batches: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if batches and lengths[batches[-1][0]] * (len(batches[-1]) + 1) <= batch_tokens:
-            batches[-1].append(i)
-        else:
-            batches.append([i])
-    return batches
 
 
 def find_fault(sample: FeatureSample) -> str | None:

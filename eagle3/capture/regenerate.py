@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from eagle3.capture.engine import SetAside
 from eagle3.capture.generation import Generation
 from eagle3.prompts.answers import RenderingError
 from eagle3.prompts.conversations import BadRow, Conversation
@@ -55,13 +56,13 @@ def answer_conversations(
     conversations: Sequence[Conversation],
     renderer: ChatRenderer,
     tokenizer: PreTrainedTokenizerBase,
-    generate: Callable[[list[list[int]]], list[Generation]],
+    generate: Callable[[list[list[int]]], Sequence[Generation | SetAside]],
     max_tokens: int,
 ) -> list[Answered | BadRow]:
     """Answers every user turn, all first turns together, then all second turns, and so on.
 
     `generate` answers prompts of fewer than `max_tokens` tokens, and keeps prompt and answer within them. A
-    conversation that fills them ends there; one whose first prompt does not fit is a BadRow.
+    conversation that fills them ends there; one whose first prompt does not fit, or has no answer, is a BadRow.
     """
     dialogues = [_Dialogue(each, [m for m in each.messages if m["role"] != "assistant"]) for each in conversations]
     while True:
@@ -71,7 +72,10 @@ def answer_conversations(
         if not prompts:
             return [_result(dialogue) for dialogue in dialogues]
         for (dialogue, prompt), answer in zip(prompts, generate([prompt for _, prompt in prompts]), strict=True):
-            _add_answer(dialogue, prompt, answer, tokenizer)
+            if isinstance(answer, SetAside):
+                dialogue.problem = f"the target must answer a prompt of {len(prompt)} tokens, got {answer.reason}"
+            else:
+                _add_answer(dialogue, prompt, answer, tokenizer)
 
 
 def count_user_turns(conversation: Conversation) -> int:

@@ -50,6 +50,7 @@ class StagingArea:
         self.budget_bytes = free_bytes // 2 if budget_bytes is None else budget_bytes
         self._run = secrets.token_hex(4)
         self._parent = parent
+        self._lock_path = parent / f"{LOCK_PREFIX}{self._run}{LOCK_SUFFIX}"
         self._shared = shared
         self.directory = parent if shared else parent / f"eagle3-{self._run}"
         self._numbers = count()
@@ -57,11 +58,10 @@ class StagingArea:
 
     def __enter__(self) -> Self:
         # Locked under another name first: a run that starts now would take a lock that nobody holds for a dead one's.
-        lock_path = self._parent / f"{LOCK_PREFIX}{self._run}{LOCK_SUFFIX}"
-        unlocked = lock_path.with_suffix(".new")
+        unlocked = self._lock_path.with_suffix(".new")
         self._lock = os.open(unlocked, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        unlocked.rename(lock_path)
+        unlocked.rename(self._lock_path)
         if not self._shared:
             self.directory.mkdir(mode=0o700)
         return self
@@ -69,7 +69,10 @@ class StagingArea:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        _remove_run(self._parent, self._run)
+        _remove_files(self._parent, self._run)
+        if not (self._shared and error is not None):
+            self._lock_path.unlink()
+        # Otherwise the next run finds a lock that nobody holds: what was under way may still be written.
         os.close(self._lock)
 
     def new_request_id(self, num_tokens: int) -> str:
@@ -137,11 +140,11 @@ def remove_dead_runs(parent: Path) -> None:
             continue  # alive
         finally:
             os.close(lock)
-        _remove_run(parent, lock_path.name.removeprefix(LOCK_PREFIX).removesuffix(LOCK_SUFFIX))
+        _remove_files(parent, lock_path.name.removeprefix(LOCK_PREFIX).removesuffix(LOCK_SUFFIX))
+        lock_path.unlink(missing_ok=True)
 
 
-def _remove_run(parent: Path, run: str) -> None:
+def _remove_files(parent: Path, run: str) -> None:
     shutil.rmtree(parent / f"eagle3-{run}", ignore_errors=True)
     for path in parent.glob(f"eagle3-*-{run}-*"):
         path.unlink(missing_ok=True)
-    (parent / f"{LOCK_PREFIX}{run}{LOCK_SUFFIX}").unlink(missing_ok=True)

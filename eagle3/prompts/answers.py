@@ -23,12 +23,20 @@ class RenderingError(ValueError):
 
 
 @dataclass(frozen=True)
+class Call:
+    """A call by what a template may show of it: Kimi's shows the id, which has the name in it, and not the name."""
+
+    name: str
+    id: str
+
+
+@dataclass(frozen=True)
 class Parts:
     """An assistant turn taken apart."""
 
     thought: str  # empty: none
     content: str
-    call_names: tuple[str, ...]
+    calls: tuple["Call", ...]
 
 
 @dataclass(frozen=True)
@@ -52,13 +60,13 @@ class Prompt:
 
 def parts_of(message: dict[str, Any]) -> Parts:
     """Returns the parts of an assistant message; a thought that stands in its content is told apart."""
-    names = tuple(call["function"]["name"] for call in message.get("tool_calls", ()))
+    calls = tuple(Call(call["function"]["name"], call.get("id", "")) for call in message.get("tool_calls", ()))
     content: str = message["content"]
     thought: str = message.get("reasoning_content", "")
     inline = (_THOUGHT.match(content) or _REST_OF_THOUGHT.match(content)) if THOUGHT_TAGS[1] in content else None
     if inline and not thought:
-        return Parts(inline[1].strip(), content[inline.end() :], names)
-    return Parts(thought.strip(), content, names)
+        return Parts(inline[1].strip(), content[inline.end() :], calls)
+    return Parts(thought.strip(), content, calls)
 
 
 def prompt_of(text: str, bare: str) -> Prompt:
@@ -134,12 +142,13 @@ class AnswerReader:
         """
         body = self.without_end(written).strip()
         content = parts.content.strip()
-        if not (content in body if parts.call_names else body.endswith(content)):
+        if not (content in body if parts.calls else body.endswith(content)):
             raise RenderingError(
                 f"answer messages[{i}] must decode to its text {content[:40]!r}, got {body[:40]!r}: "
                 f"the template or the tokenizer changes it"
             )
-        missing = [name for name in parts.call_names if name not in body]
+        around = body.replace(content, "", 1)
+        missing = [call.name for call in parts.calls if call.name not in around and not (call.id and call.id in around)]
         if missing:
             raise RenderingError(
                 f"answer messages[{i}] must be rendered with its calls, got a template that leaves out {missing}"
@@ -147,9 +156,9 @@ class AnswerReader:
 
     def lacks_thought(self, written: str, parts: Parts, prompt: Prompt) -> bool:
         """Tells whether the model wrote a thought here that the template leaves out."""
-        return (
-            self._knows_thoughts and bool(parts.thought) and not prompt.forbids_thought and parts.thought not in written
-        )
+        # Behind a tool's result some templates open no turn, and the model goes on without a thought.
+        asks = bool(prompt.header) and not prompt.forbids_thought
+        return self._knows_thoughts and asks and bool(parts.thought) and parts.thought not in written
 
     def composed(self, prompt: Prompt, closing: str, bare: str, parts: Parts, i: int) -> str:
         """Returns what the model wrote behind a prompt that the template does not render in front of its answer.
@@ -168,6 +177,8 @@ class AnswerReader:
             )
         region = self.up_to_end(closing[at + len(anchor) :], i)
         self.check_content(region, parts, i)
+        if parts.thought and parts.thought in region and region.startswith(prompt.opened):
+            return region[len(prompt.opened) :]  # in the template's own way, such as gpt-oss's
         block = _THOUGHT.match(region)
         body = region[block.end() :] if block else region
         if prompt.forbids_thought or not (parts.thought or prompt.opened):
@@ -179,7 +190,8 @@ class AnswerReader:
             )
         gap = prompt.opened.removeprefix(THOUGHT_TAGS[0]) if prompt.opened else self._gap
         opening = "" if prompt.opened else THOUGHT_TAGS[0] + gap
-        return f"{opening}{parts.thought}{gap}{THOUGHT_TAGS[1]}{2 * gap}{body}"
+        # A template that cuts a thought out of the content leaves the line ends behind it.
+        return f"{opening}{parts.thought}{gap}{THOUGHT_TAGS[1]}{2 * gap}{body.lstrip(gap) if gap else body}"
 
 
 def differing(expected: str, text: str) -> str:

@@ -93,7 +93,7 @@ def messages_of(row: dict[str, Any], kind: str) -> tuple[dict[str, Any], ...]:
         raise RowError(f"{name} must have a user turn, got only {', '.join(sorted(set(roles)))} turns")
     if "assistant" in roles and roles.index("assistant") < roles.index("user"):
         raise RowError(f"{name} must have a user turn before the first answer, got the roles {', '.join(roles)}")
-    return tuple(messages)
+    return tuple(_with_call_ids(messages))
 
 
 def tools_of(row: dict[str, Any]) -> tuple[dict[str, Any], ...]:
@@ -320,6 +320,21 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
         named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
         found.append({**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
     return found
+
+
+def _with_call_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Names calls that have no id as Kimi does, and results by the calls before them, in order."""
+    num_calls, open_ids = 0, []
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            call.setdefault("id", f"functions.{call['function']['name']}:{num_calls}")
+            open_ids.append(call["id"])
+            num_calls += 1
+        if message["role"] == "tool":
+            answered = message.setdefault("tool_call_id", open_ids[0]) if open_ids else message.get("tool_call_id")
+            if answered in open_ids:
+                open_ids.remove(answered)
+    return messages
 
 
 def _parsed(text: str, where: str) -> Any:

@@ -53,6 +53,7 @@ class Rendered:
     input_ids: list[int]  # (T,)
     loss_mask: list[bool]  # (T,) True on each answer's text and its end-of-turn token
     num_context: int = field(default=0, compare=False)  # answers that stand there as later turns see them: not masked
+    num_thoughts_dropped: int = field(default=0, compare=False)  # masked answers without the thought of their message
 
 
 @dataclass(frozen=True)
@@ -138,11 +139,15 @@ class ChatRenderer:
             spans = spans[-1:]
         encoded = self._encoder.encode(text)
         loss_mask = [False] * len(encoded.ids)
+        num_thoughts_dropped = 0
         for span in spans:
             start, end = self._tokens(encoded, text, span, messages)
             loss_mask[start:end] = [True] * (end - start)
+            num_thoughts_dropped += parts_of(messages[span.message]).thought not in text[span.start : span.end]
         wanted = len(answers) if self._train_on == "all" else min(1, len(answers))
-        return Rendered(encoded.ids, loss_mask, num_context=wanted - len(spans))
+        return Rendered(
+            encoded.ids, loss_mask, num_context=wanted - len(spans), num_thoughts_dropped=num_thoughts_dropped
+        )
 
     def render_text(self, text: str) -> Rendered:
         """Encodes raw text, all of it supervised."""
@@ -260,8 +265,12 @@ class ChatRenderer:
         for i, (start, end) in zip(answers, marked, strict=True):
             # A tagged span may open with the generation prompt, which the assistant does not write.
             opening = self._text(messages[:i], options, add_generation_prompt=True)
+            bare = self._text(messages[:i], options, add_generation_prompt=False) if i else ""
+            header = prompt_of(opening, bare).header
             if text.startswith(opening):
                 start = max(start, len(opening))
+            elif header and text.startswith(header, start):
+                start += len(header)
             closing = self._text(messages[: i + 1], options, add_generation_prompt=False)
             if text.startswith(closing):
                 written = self._reader.up_to_end(text[start : len(closing)], i)
@@ -292,11 +301,15 @@ class ChatRenderer:
         return start, end
 
 
+def _as_text(arguments: dict[str, Any]) -> str:
+    return json.dumps(arguments, ensure_ascii=False)  # as transformers' tojson
+
+
 def _with_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
     if "tool_calls" not in message:
         return message
     calls = [
-        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        {**call, "function": {**call["function"], "arguments": _as_text(call["function"]["arguments"])}}
         for call in message["tool_calls"]
     ]
     return {**message, "tool_calls": calls}

@@ -15,6 +15,7 @@ from conftest import REPOSITORY
 from sglang_servers import wait_for_file
 from torch import Tensor, nn
 
+from eagle3.capture.handover import Handover
 from eagle3.capture.plugin import (
     CaptureError,
     EngineSettings,
@@ -26,7 +27,8 @@ from eagle3.capture.plugin import (
     parse_boundaries,
     register,
 )
-from eagle3.capture.staging import DIRECTORY_VARIABLE, Part, StagingWriter, read_sample, request_id, sample_path
+from eagle3.capture.staging import DIRECTORY_VARIABLE, Part, request_id, sample_path
+from eagle3.capture.staging_area import read_sample
 
 SETTINGS = EngineSettings(
     version="0.5.23",
@@ -191,7 +193,7 @@ def test_rows_of_others_and_answers_are_passed_over() -> None:
 def recorder_of(directory: Path, processor: object) -> Recorder:
     recorder = Recorder(directory, "1,2")
     recorder._processor = processor
-    recorder._writer = StagingWriter(directory)
+    recorder._handover = Handover(directory)
     return recorder
 
 
@@ -216,6 +218,17 @@ def test_prefill_of_the_target_is_recorded(tmp_path: Path, is_packed: bool) -> N
     assert sample.input_ids.tolist() == [0, 1, 2, 3, 4]
     assert torch.equal(sample.last_hidden_states, torch.arange(10.0).view(5, 2))
     assert torch.equal(sample.aux_hidden_states, torch.cat(aux, dim=1)[:5])
+
+
+def test_ids_of_a_multimodal_wrapper_are_those_of_its_batch(tmp_path: Path) -> None:
+    processor, request = object(), request_id(5, "x")
+    recorder = recorder_of(tmp_path, processor)
+    batch = batch_of("EXTEND", (request, 0, 5))
+    batch.input_ids = torch.arange(10, 16)
+    rows = torch.zeros(6, 2)
+    recorder.around_logits(lambda *args: args, processor, None, rows, "head", batch, [rows])
+    sample = read_sample(wait_for_file(sample_path(tmp_path, request)))
+    assert sample.input_ids.tolist() == [10, 11, 12, 13, 14]
 
 
 def test_other_forwards_are_left_alone(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import pytest
 import torch
 from conftest import REPOSITORY
 
-from eagle3.capture.staging import Forward, Part, StagingWriter, error_path, sample_path, write_json
+from eagle3.capture.handover import Handover
+from eagle3.capture.staging import Part, error_path, sample_path, write_json
 from eagle3.capture.staging_area import SampleError, StagingArea, remove_dead_runs
 from eagle3.config import UserError
 
@@ -103,7 +104,7 @@ def test_sample_is_read_once(tmp_path: Path) -> None:
             "last_hidden_states": torch.ones(2, 3),
             "aux_hidden_states.0": torch.zeros(2, 9),
         }
-        StagingWriter(area.directory).submit(Forward([Part(request, 2, 0, 0, 2)], tensors, copied=None))
+        Handover(area.directory).submit([Part(request, 2, 0, 0, 2)], tensors)
         area.wait_for(request, timeout_seconds=10)
         assert area.take(request).input_ids.tolist() == [4, 5]
         assert list(area.directory.iterdir()) == []

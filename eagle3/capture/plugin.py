@@ -16,18 +16,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from eagle3.capture.staging import (
-    DIRECTORY_VARIABLE,
-    LAYERS_VARIABLE,
-    Forward,
-    Part,
-    StagingWriter,
-    tokens_of,
-    write_json,
-)
+from eagle3.capture.handover import Handover
+from eagle3.capture.staging import DIRECTORY_VARIABLE, LAYERS_VARIABLE, Part, tokens_of, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +71,7 @@ class Recorder:
         self._directory = directory
         self._layers = layers
         self._processor: Any = None  # the target's own, on the ranks that write
-        self._writer: StagingWriter | None = None
-        self._copy_stream: torch.cuda.Stream | None = None
+        self._handover: Handover | None = None
 
     def after_load_model(self, _result: None, model_runner: Any) -> None:
         """Switches a target's capture on; a draft model is left alone.
@@ -109,7 +100,7 @@ class Recorder:
             return
         if not self._directory.is_dir():
             raise CaptureError(f"{DIRECTORY_VARIABLE} must be a directory, got {str(self._directory)!r}; make it")
-        self._writer = StagingWriter(self._directory)
+        self._handover = Handover(self._directory)
         self._processor = model.logits_processor
         marker = {
             "boundaries": boundaries,
@@ -126,7 +117,7 @@ class Recorder:
         self,
         original: Callable[..., Any],
         processor: Any,
-        input_ids: Tensor,
+        input_ids: Tensor | None,
         hidden_states: Tensor,
         lm_head: Any,
         logits_metadata: Any,
@@ -138,7 +129,9 @@ class Recorder:
         if processor is self._processor and logits_metadata.forward_mode.name in PREFILL_MODES:
             parts = find_parts(logits_metadata)
             if parts:
-                self._record(parts, input_ids, hidden_states, aux_hidden_states)
+                # A multimodal wrapper hands over embeddings in their place, and keeps the ids in its batch.
+                ids = input_ids if input_ids is not None else logits_metadata.input_ids
+                self._record(parts, ids, hidden_states, aux_hidden_states)
         return original(
             processor, input_ids, hidden_states, lm_head, logits_metadata, aux_hidden_states, *args, **kwargs
         )
@@ -156,26 +149,8 @@ class Recorder:
                 f"the engine must hand over the states of {num_rows} tokens, got {shapes}; "
                 f"start the server without options that split tokens over ranks"
             )
-        assert self._writer is not None
-        self._writer.submit(self._to_host(parts, {name: tensor[:num_rows] for name, tensor in tensors.items()}))
-
-    def _to_host(self, parts: list[Part], tensors: dict[str, Tensor]) -> Forward:
-        """Copies rows to the host, without waiting for them where they lie on a GPU."""
-        if not tensors["input_ids"].is_cuda:
-            return Forward(parts, {name: tensor.clone() for name, tensor in tensors.items()}, copied=None)
-        if self._copy_stream is None:
-            self._copy_stream = torch.cuda.Stream()
-        self._copy_stream.wait_stream(torch.cuda.current_stream())
-        host = {}
-        with torch.cuda.stream(self._copy_stream):
-            for name, tensor in tensors.items():
-                # torch keeps pinned blocks and gives them out again once their copies are done: that is the pool.
-                host[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-                host[name].copy_(tensor, non_blocking=True)
-                tensor.record_stream(self._copy_stream)  # the model may free it before the copy has run
-            copied = torch.cuda.Event(blocking=True)  # the writer sleeps until then instead of spinning
-            copied.record()
-        return Forward(parts, host, copied)
+        assert self._handover is not None
+        self._handover.submit(parts, {name: tensor[:num_rows] for name, tensor in tensors.items()})
 
 
 def engine_settings(server_args: Any) -> EngineSettings:

@@ -11,12 +11,17 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from eagle3.capture.staging import StagedSample, error_path, partial_path, read_sample, request_id, sample_path
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from eagle3.capture.staging import error_path, partial_path, request_id, sample_path
 from eagle3.config import UserError
 
 LOCK_PREFIX, LOCK_SUFFIX = ".eagle3-", ".lock"
@@ -25,6 +30,15 @@ POLL_SECONDS = (0.001, 0.05)  # first and longest pause between two looks for a 
 
 class SampleError(Exception):
     """A sample did not come, or not whole; the message says why."""
+
+
+@dataclass(frozen=True)
+class StagedSample:
+    """The content of one file."""
+
+    input_ids: Tensor  # (T,)
+    aux_hidden_states: Tensor  # (T, A*D)
+    last_hidden_states: Tensor  # (T, D)
 
 
 class StagingArea:
@@ -125,6 +139,18 @@ class StagingArea:
         """Deletes what there is of a sample."""
         for path in (sample_path, error_path, partial_path):
             path(self.directory, request).unlink(missing_ok=True)
+
+
+def read_sample(path: Path) -> StagedSample:
+    """Copies a sample out of its file, which may be deleted then."""
+    with safe_open(path, framework="pt") as file:
+        num_pieces = len(file.keys()) - 2  # side by side (T, A*D), however the engine had them: A of D or one of A*D
+        aux = [file.get_tensor(f"aux_hidden_states.{i}") for i in range(num_pieces)]
+        return StagedSample(
+            input_ids=file.get_tensor("input_ids").clone(),
+            aux_hidden_states=torch.cat(aux, dim=1),
+            last_hidden_states=file.get_tensor("last_hidden_states").clone(),
+        )
 
 
 def remove_dead_runs(parent: Path) -> None:

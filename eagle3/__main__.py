@@ -5,11 +5,13 @@ from collections.abc import Callable, Sequence
 
 from eagle3.cli import run_command
 from eagle3.config import UserError
+from eagle3.evaluation import simulation
 from eagle3.evaluation.doctor import command as doctor
 
 # Each takes its arguments and returns the exit code.
 SUBCOMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "doctor": doctor.main,
+    "simulate": simulation.main,
 }
 
 

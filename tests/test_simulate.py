@@ -7,15 +7,28 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_drafters import LAYERS, fit_drafter, random_drafter, write_store
+from tiny_drafters import LAYERS, captured_states, fit_drafter, random_drafter, write_store
 from transformers import AutoModelForCausalLM
+from tree_oracle import Drafting, chain_probs, tree_rounds
 
 from eagle3.config import EvaluateConfig, SpeculationConfig, TargetConfig, UserError
+from eagle3.draft.acceptance import expected_rounds
 from eagle3.draft.model import Eagle3Drafter
+from eagle3.draft.target_weights import TargetWeights
+from eagle3.draft.ttt import pack
+from eagle3.evaluation.chains import compared_chains
 from eagle3.evaluation.decoder import Answer, decode
 from eagle3.evaluation.local import decoded_rounds
-from eagle3.evaluation.simulate import open_store, simulate, simulate_store
+from eagle3.evaluation.simulate import (
+    Speculation,
+    open_store,
+    parse_speculation,
+    simulate,
+    simulate_all,
+    simulate_store,
+)
 from eagle3.evaluation.target import LocalTarget
+from eagle3.evaluation.trees import draft_trees, tree_chains
 from eagle3.features.manifest import digest_target_config
 from eagle3.features.record import FeatureSample, is_held_out
 from eagle3.prompts.rendering import load_tokenizer, tokenizer_digest
@@ -79,6 +92,92 @@ def test_rounds_equal_the_decoders_answer_by_answer(
         assert simulated == decoded
     assert sum(told) == 3 * len(samples)
     assert sum(sum(answer.accepted) for answer in answers) > 0
+
+
+@pytest.fixture(scope="module")
+def samples(target: LocalTarget, drafter: Eagle3Drafter, prompts: list[list[int]]) -> list[FeatureSample]:
+    answers = answer_all(target, None, prompts, 0)
+    return [
+        target.features(f"prompt {i}", prompt, answer.token_ids)
+        for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("sizes", [(3, 2, 6), (4, 3, 9), (1, 3, 4)])
+def test_trees_count_the_rounds_of_one_built_path_by_path(
+    target: LocalTarget, drafter: Eagle3Drafter, samples: list[FeatureSample], sizes: tuple[int, int, int]
+) -> None:
+    setting = Speculation(*sizes)
+    weights = TargetWeights(target.embed_tokens, target.model.lm_head.weight, target.model.model.norm.weight, 1e-5)
+    for batch_tokens in (1, 8192):
+        found = simulate_all({"a": drafter}, weights, samples, [setting], batch_tokens=batch_tokens)["a", setting]
+        for sample, answer in zip(samples, found, strict=True):
+            ids, first = sample.input_ids.tolist(), int(sample.loss_mask.nonzero()[0])
+            expected = tree_rounds(drafter, target.embed_tokens, captured_states(target, ids), ids, first, sizes)
+            assert answer.rounds == expected, sample.sample_id
+    assert any(answer.rounds < answer.num_tokens - 1 for answer in found)
+
+
+def test_a_tree_of_one_path_is_a_chain(
+    target: LocalTarget, drafter: Eagle3Drafter, samples: list[FeatureSample]
+) -> None:
+    for sample in samples:
+        packed = pack([sample])
+        trees = draft_trees(drafter, target.embed_tokens, packed, 4, 1)
+        as_tree = tree_chains(trees, packed, 4, 5)
+        # A chain that was left is False in both.
+        chain = compared_chains(drafter, target.embed_tokens, packed, 4)
+        assert torch.equal(as_tree.matches, chain.matches.cumprod(1).bool())
+
+
+def test_many_drafters_and_settings_in_one_pass_are_each_on_its_own(
+    target: LocalTarget, drafter: Eagle3Drafter, samples: list[FeatureSample]
+) -> None:
+    weights = TargetWeights(target.embed_tokens, target.model.lm_head.weight, target.model.model.norm.weight, 1e-5)
+    drafters = {"fitted": drafter, "random": random_drafter(target, 256)}
+    settings = [parse_speculation(text) for text in ("3", "7", "1", "3/2/6", "3/2/4", "2/2/4", "3@1", "2@1", "2@0.5")]
+    together = simulate_all(drafters, weights, iter(samples), settings, batch_tokens=40)
+    for (name, setting), rounds in together.items():
+        alone = simulate_all({name: drafters[name]}, weights, samples, [setting])[name, setting]
+        assert [answer.rounds for answer in rounds] == pytest.approx([answer.rounds for answer in alone], abs=1e-4)
+        if setting.topk == 1 and setting.temperature is None:
+            plain = simulate(drafters[name], target.embed_tokens, samples, num_draft_tokens=setting.num_steps)
+            assert rounds == plain
+    chains = [sum(a.rounds for a in together["fitted", parse_speculation(text)]) for text in ("1", "3", "7")]
+    assert chains[0] > chains[1] >= chains[2]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_rejection_sampling_accepts_by_the_ratio_of_probabilities(
+    target: LocalTarget, drafter: Eagle3Drafter, samples: list[FeatureSample], temperature: float
+) -> None:
+    weights = TargetWeights(target.embed_tokens, target.model.lm_head.weight, target.model.model.norm.weight, 1e-5)
+    sample = samples[2]
+    ids, first = sample.input_ids.tolist(), int(sample.loss_mask.nonzero()[0])
+    aux = captured_states(target, ids)
+    with torch.no_grad():
+        p = (target.model(torch.tensor([ids])).logits[0] / temperature).softmax(-1)
+    accepted = torch.zeros(len(ids) - first - 1, 3)
+    for anchor in range(first - 1, len(ids) - 2):
+        tokens = ids[anchor + 2 : anchor + 5]
+        q = chain_probs(Drafting(drafter, target.embed_tokens, aux, ids, anchor), tokens, temperature)
+        for step, token in enumerate(tokens):
+            accepted[anchor - first + 1, step] = min(1.0, q[step] / float(p[anchor + 1 + step, token]))
+    setting = Speculation(3, temperature=temperature)
+    (answer,) = simulate_all({"a": drafter}, weights, [sample], [setting])["a", setting]
+    assert 0.1 < float(accepted.mean()) < 0.9
+    # fp32, products in another order
+    assert answer.rounds == pytest.approx(expected_rounds(accepted), rel=1e-4)
+
+
+def test_ways_of_serving_are_read_from_text() -> None:
+    assert parse_speculation("3") == Speculation(3)
+    assert parse_speculation("7@0.7") == Speculation(7, temperature=0.7)
+    assert parse_speculation("3/2/6") == Speculation(3, 2, 6)
+    assert [parse_speculation(text).name for text in ("3", "7@1.0", "3/2/6")] == ["3", "7@1", "3/2/6"]
+    for text in ("", "0", "3@0", "3/1/4", "3/2/12", "3/2/1", "x", "3/2", "-1"):
+        with pytest.raises(UserError, match="a speculation must be STEPS, STEPS@TEMPERATURE or STEPS/TOPK/TOKENS"):
+            parse_speculation(text)
 
 
 def test_features_are_transformers_hidden_states(target: LocalTarget) -> None:

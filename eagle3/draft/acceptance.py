@@ -131,20 +131,17 @@ class _Answer:
 
 
 def _answers(packed: PackedSequences) -> list[_Answer]:
-    answers = []
-    start = 0
-    mask = packed.loss_mask.tolist()
-    for sample_id, length in zip(packed.sample_ids, packed.document_lengths, strict=True):
-        end = start + length
-        first = None
-        for token in range(start + 1, end):
-            if mask[token] and first is None:
-                first = token
-            if first is not None and (token + 1 == end or not mask[token + 1]):
-                answers.append(_Answer(sample_id, first, token))
-                first = None
-        start = end
-    return answers
+    lengths = torch.tensor(packed.document_lengths, dtype=torch.int64)
+    ends = lengths.cumsum(0)
+    supervised = packed.loss_mask.index_fill(0, ends - lengths, False)  # a document's first token starts no answer
+    outside = supervised.new_zeros(1)
+    firsts = (supervised & ~torch.cat([outside, supervised[:-1]])).nonzero().flatten()
+    lasts = (supervised & ~torch.cat([supervised[1:], outside])).nonzero().flatten()
+    documents = torch.searchsorted(ends, firsts, right=True)
+    return [
+        _Answer(packed.sample_ids[document], first, last)
+        for document, first, last in zip(documents.tolist(), firsts.tolist(), lasts.tolist(), strict=True)
+    ]
 
 
 def _survival(accepted: Tensor) -> Tensor:  # (B, A, K) -> (B, A, K+1)

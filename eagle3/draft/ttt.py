@@ -78,7 +78,7 @@ class ChainMatches:
     """Where the drafter's first choices are the recorded tokens."""
 
     rows: Tensor  # (R,) int64 tokens counted at step 0, ascending
-    matches: Tensor  # (R, K) bool: the choice of step k at row t is x[t+2+k]; False where the row is not counted
+    matches: Tensor  # (R, K) whether, or how probably, the choice of step k at row t is x[t+2+k]; 0 where not counted
 
 
 def pack(samples: list[FeatureSample]) -> PackedSequences:
@@ -111,7 +111,7 @@ def pack(samples: list[FeatureSample]) -> PackedSequences:
 class Chains:
     """The draft steps of a pack, one after another; which rows go on is told at each."""
 
-    _context: Tensor  # (T, 2 n_kv, d) step-0 keys and values
+    context: Tensor  # (T, 2 n_kv, d) step-0 keys and values, once the first step has run
     _hidden: Tensor  # (R_(k-1), D) what the step before hands on
     _places: Places  # of the step before
 
@@ -143,7 +143,7 @@ class Chains:
         row_of_token[rows] = torch.arange(rows.numel(), device=rows.device)
         places = Places(rows, row_of_token, self._documents)
         projected, residual = self._first(places) if self._step == 0 else self._next(places)
-        attended, self._chain = draft_attention(projected, self._context, self._chain, self._step, places)
+        attended, self._chain = draft_attention(projected, self.context, self._chain, self._step, places)
         output, normed = finish(residual, attended, self._weights)
         self._hidden = normed if self._drafter.config.norm_output else output
         self._places = places
@@ -156,7 +156,7 @@ class Chains:
         hidden = self._drafter.fuse(self._packed.aux_hidden_states)  # (T, D)
         next_ids = _next_ids(self._packed)
         num_kv_heads = config.num_key_value_heads
-        self._context, _ = self._project(next_ids, hidden, self._weights.key_value, positions, num_kv_heads)
+        self.context, _ = self._project(next_ids, hidden, self._weights.key_value, positions, num_kv_heads)
         hidden = TakeRows.apply(hidden, places.rows, places.row_of_token)  # (R_0, D)
         rows = places.rows
         return self._project(next_ids[rows], hidden, self._weights.query, positions[rows], config.num_attention_heads)
@@ -165,7 +165,7 @@ class Chains:
         """Makes queries, keys and values of the rows that go on, from what they put out."""
         config, before = self._drafter.config, self._places
         if self._step == 1:
-            self._chain = self._context.new_empty(self._num_links, *self._context.shape)
+            self._chain = self.context.new_empty(self._num_links, *self.context.shape)
         hidden = self._hidden
         if places.rows.numel() < before.rows.numel():
             hidden = TakeRows.apply(hidden, before.row_of_token[places.rows], places.row_of_token[before.rows])

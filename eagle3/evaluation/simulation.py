@@ -1,0 +1,172 @@
+"""`python -m eagle3 simulate STORE`: the acceptance of several drafters, each served in several ways, in one pass."""
+
+import argparse
+import json
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from eagle3.config import TargetConfig, UserError
+from eagle3.draft.acceptance import Acceptance, AnswerRounds, summarise
+from eagle3.draft.export import load_drafter
+from eagle3.draft.target_weights import load_target_config, load_target_weights
+from eagle3.evaluation.report import progress_bar
+from eagle3.evaluation.simulate import Speculation, open_store, parse_speculation, simulate_all
+from eagle3.files import write_whole
+from eagle3.prompts.conversations import BadRow, read_conversations
+from eagle3.tracking import git_state
+
+EVERYTHING = "all"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One drafter, served in one way, on the answers of one domain."""
+
+    drafter: str
+    speculation: str
+    domain: str
+    acceptance: Acceptance
+
+
+def main(argv: Sequence[str]) -> int:
+    """Simulates, prints the table, writes the figures if asked to.
+
+    Raises:
+        UserError: store, target and drafters do not fit each other, or an argument is none.
+    """
+    parser = argparse.ArgumentParser(prog="python -m eagle3 simulate", description=__doc__)
+    parser.add_argument("store", type=Path, help="a feature store of the target")
+    parser.add_argument("--target", type=Path, required=True, help="the target's directory")
+    parser.add_argument("--drafter", type=Path, action="append", required=True, help="may be given several times")
+    parser.add_argument(
+        "--speculation",
+        action="append",
+        metavar="K|K@T|K/TOPK/TOKENS",
+        help="a chain of K, one with rejection sampling at temperature T, or a tree; several times (default: 3)",
+    )
+    parser.add_argument("--held-out-share", type=float, help="as in training: only samples that it left out")
+    parser.add_argument("--prompts", type=Path, help="the prompts file: its rows' domains get lines of their own")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: bfloat16")
+    parser.add_argument("--seed", type=int, default=0, help="of the intervals (default: 0)")
+    parser.add_argument("--out", type=Path, help="a JSON file for the figures")
+    arguments = parser.parse_args(argv)
+    speculations = [parse_speculation(text) for text in arguments.speculation or ["3"]]
+    domains = read_domains(arguments.prompts) if arguments.prompts is not None else {}
+    started = time.perf_counter()
+    simulated = run(
+        arguments.store,
+        arguments.target,
+        arguments.drafter,
+        speculations,
+        held_out_share=arguments.held_out_share,
+        dtype=getattr(torch, arguments.dtype),
+    )
+    seconds = time.perf_counter() - started
+    table_rows = summarise_all(simulated.rounds, domains, arguments.seed)
+    console = Console()
+    console.print(as_table(table_rows))
+    rate = f"{simulated.num_tokens} tokens in {seconds:.1f} s, loading included."
+    console.print(f"Speculation: steps, steps@temperature or steps/topk/tokens. {rate}", highlight=False, markup=False)
+    if arguments.out is not None:
+        figures = {
+            "store": str(arguments.store),
+            "target": str(arguments.target),
+            "held_out_share": arguments.held_out_share,
+            "dtype": arguments.dtype,
+            "seed": arguments.seed,
+            "num_tokens": simulated.num_tokens,
+            "seconds": seconds,
+            "git": git_state(),
+            "rows": [asdict(row) for row in table_rows],
+        }
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(arguments.out, json.dumps(figures, indent=1) + "\n")
+    return 0
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What one pass over a store's samples counted."""
+
+    rounds: Mapping[tuple[str, Speculation], list[AnswerRounds]]
+    num_tokens: int  # of the samples, prompts included
+
+
+def run(
+    store_path: Path,
+    target_path: Path,
+    drafter_paths: Sequence[Path],
+    speculations: Sequence[Speculation],
+    *,
+    held_out_share: float | None,
+    dtype: torch.dtype,
+) -> Simulated:
+    """Simulates on the GPU if there is one.
+
+    Raises:
+        UserError: the drafters read other layers, or not those of the store, or no sample is left.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    target_config = load_target_config(target_path)
+    drafters = {str(path): load_drafter(path, target_config).to(device, dtype).eval() for path in drafter_paths}
+    for drafter in drafters.values():
+        store = open_store(store_path, drafter.config, TargetConfig(str(target_path)))
+    indices = list(range(len(store))) if held_out_share is None else store.split(held_out_share)[1]
+    if not indices:
+        raise UserError(
+            f"--held-out-share must leave samples of the store, got none of {len(store)} with {held_out_share} "
+            f"({store_path}); use the share of the training run"
+        )
+    target = load_target_weights(target_path).to(device, dtype)
+    with progress_bar("simulating", len(indices), "samples") as advance:
+        samples = (store[index] for index in indices)
+        rounds = simulate_all(drafters, target, samples, speculations, advance=advance)
+    return Simulated(rounds, sum(store.entries[index].num_tokens for index in indices))
+
+
+def read_domains(path: Path) -> dict[str, str]:
+    """Returns the domain of each conversation that has one, by id."""
+    rows = [row for row in read_conversations(path) if not isinstance(row, BadRow)]
+    return {row.id: row.domain for row in rows if row.domain is not None}
+
+
+def summarise_all(
+    rounds: Mapping[tuple[str, Speculation], list[AnswerRounds]], domains: Mapping[str, str], seed: int
+) -> list[Row]:
+    """Returns a row for all answers and one for each domain, of every drafter and way of serving."""
+    table_rows = []
+    for (drafter, speculation), answers in rounds.items():
+        by_domain: defaultdict[str, list[AnswerRounds]] = defaultdict(list)
+        for answer in answers:
+            if answer.sample_id in domains:
+                by_domain[domains[answer.sample_id]].append(answer)
+        for domain, some in [(EVERYTHING, answers), *sorted(by_domain.items())]:
+            if any(answer.rounds > 0 for answer in some):
+                table_rows.append(Row(drafter, speculation.name, domain, summarise(some, seed)))
+    return table_rows
+
+
+def as_table(table_rows: Sequence[Row]) -> Table:
+    """Lays the rows out for people."""
+    paths = {row.drafter for row in table_rows}
+    are_told_apart = len({Path(path).name for path in paths}) == len(paths)
+    table = Table(title="Acceptance length tau, simulated")
+    for heading in ("drafter", "speculation", "domain"):
+        table.add_column(heading)
+    for heading in ("tau", "95 %", "(N-1)/R", "by position", "answers"):
+        table.add_column(heading, justify="right")
+    for row in table_rows:
+        found = row.acceptance
+        conditional = " ".join("-" if share is None else f"{share:.0%}" for share in found.conditional)
+        cells: list[Any] = [f"{found.tau:.3f}", f"{found.low:.2f}-{found.high:.2f}", f"{found.tau_without_prefill:.3f}"]
+        name = Path(row.drafter).name if are_told_apart else row.drafter
+        table.add_row(name, row.speculation, row.domain, *cells, conditional, str(found.num_answers))
+    return table

@@ -1,0 +1,72 @@
+"""`eagle3 simulate`: several drafters and ways of serving side by side, by domain, on what training left out."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_drafters import LAYERS, random_drafter, write_store
+from transformers import AutoModelForCausalLM
+
+from eagle3.config import UserError
+from eagle3.draft.export import export_drafter
+from eagle3.draft.target_weights import load_target_config
+from eagle3.evaluation.simulation import main
+from eagle3.evaluation.target import LocalTarget
+from eagle3.features.record import FeatureSample, is_held_out
+
+
+@pytest.fixture(scope="module")
+def store(
+    tmp_path_factory: pytest.TempPathFactory, tiny_target: Path, make_sample: Callable[..., FeatureSample]
+) -> Path:
+    directory = tmp_path_factory.mktemp("simulation")
+    samples = [make_sample(f"s{i}", [0] * 3 + [1] * (6 + i), seed=i) for i in range(10)]
+    write_store(directory / "store", tiny_target, samples)
+    model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+    for seed in (0, 1):
+        drafter = random_drafter(LocalTarget(model, LAYERS, frozenset()), 320, seed=seed)
+        config = load_target_config(tiny_target)
+        export_drafter(drafter, directory / f"drafter-{seed}", target_config=config, card="", dtype=torch.float32)
+    return directory / "store"
+
+
+def test_every_drafter_setting_and_domain_has_a_row(
+    tmp_path: Path, tiny_target: Path, store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [
+        {"id": f"s{i}", "domain": ["maths", "code"][i % 2], "messages": [{"role": "user", "content": "?"}]}
+        for i in range(9)  # the last sample has no domain
+    ]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    argv = [
+        str(store),
+        "--target",
+        str(tiny_target),
+        "--prompts",
+        str(prompts),
+        "--out",
+        str(tmp_path / "a" / "o.json"),
+    ]
+    argv += ["--dtype", "float32", "--speculation", "3", "--speculation", "2/2/4", "--held-out-share", "0.5"]
+    for seed in (0, 1):
+        argv += ["--drafter", str(store.parent / f"drafter-{seed}")]
+    assert main(argv) == 0
+    figures = json.loads((tmp_path / "a" / "o.json").read_text())
+    keys = [(Path(row["drafter"]).name, row["speculation"], row["domain"]) for row in figures["rows"]]
+    names, domains = ["drafter-0", "drafter-1"], ["all", "code", "maths"]
+    assert keys == [(name, setting, domain) for name in names for setting in ("3", "2/2/4") for domain in domains]
+    held_out = [i for i in range(10) if is_held_out(f"s{i}", 0.5)]
+    assert 0 < len(held_out) < 10
+    assert figures["rows"][0]["acceptance"]["num_tokens"] == sum(6 + i for i in held_out)
+    assert figures["rows"][2]["acceptance"]["num_answers"] == len([i for i in held_out if i < 9 and i % 2 == 0])
+    assert figures["num_tokens"] == sum(9 + i for i in held_out)
+    assert "2/2/4" in capsys.readouterr().out
+
+
+def test_a_share_that_leaves_nothing_is_refused(tiny_target: Path, store: Path) -> None:
+    argv = [str(store), "--target", str(tiny_target), "--drafter", str(store.parent / "drafter-0")]
+    with pytest.raises(UserError, match="--held-out-share must leave samples of the store, got none of 10 with 1e-09"):
+        main([*argv, "--held-out-share", "1e-9"])

@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,13 +15,14 @@ from eagle3.config import EvaluateConfig, SpeculationConfig, TargetConfig, UserE
 from eagle3.draft.acceptance import expected_rounds
 from eagle3.draft.model import Eagle3Drafter
 from eagle3.draft.target_weights import TargetWeights
-from eagle3.draft.ttt import pack
+from eagle3.draft.ttt import PackedSequences, pack
 from eagle3.evaluation.chains import compared_chains
 from eagle3.evaluation.decoder import Answer, decode
 from eagle3.evaluation.local import decoded_rounds
 from eagle3.evaluation.simulate import (
     Speculation,
     open_store,
+    packs_of,
     parse_speculation,
     simulate,
     simulate_all,
@@ -103,6 +104,10 @@ def samples(target: LocalTarget, drafter: Eagle3Drafter, prompts: list[list[int]
     ]
 
 
+def packed(samples: list[FeatureSample], batch_tokens: int = 8192) -> Iterator[PackedSequences]:
+    return packs_of(iter(samples), batch_tokens, torch.device("cpu"))
+
+
 @pytest.mark.parametrize("sizes", [(3, 2, 6), (4, 3, 9), (1, 3, 4)])
 def test_trees_count_the_rounds_of_one_built_path_by_path(
     target: LocalTarget, drafter: Eagle3Drafter, samples: list[FeatureSample], sizes: tuple[int, int, int]
@@ -110,7 +115,7 @@ def test_trees_count_the_rounds_of_one_built_path_by_path(
     setting = Speculation(*sizes)
     weights = TargetWeights(target.embed_tokens, target.model.lm_head.weight, target.model.model.norm.weight, 1e-5)
     for batch_tokens in (1, 8192):
-        found = simulate_all({"a": drafter}, weights, samples, [setting], batch_tokens=batch_tokens)["a", setting]
+        found = simulate_all({"a": drafter}, weights, packed(samples, batch_tokens), [setting])["a", setting]
         for sample, answer in zip(samples, found, strict=True):
             ids, first = sample.input_ids.tolist(), int(sample.loss_mask.nonzero()[0])
             expected = tree_rounds(drafter, target.embed_tokens, captured_states(target, ids), ids, first, sizes)
@@ -122,11 +127,10 @@ def test_a_tree_of_one_path_is_a_chain(
     target: LocalTarget, drafter: Eagle3Drafter, samples: list[FeatureSample]
 ) -> None:
     for sample in samples:
-        packed = pack([sample])
-        trees = draft_trees(drafter, target.embed_tokens, packed, 4, 1)
-        as_tree = tree_chains(trees, packed, 4, 5)
+        alone = pack([sample])
+        as_tree = tree_chains(draft_trees(drafter, target.embed_tokens, alone, 4, 1), alone, 4, 5)
         # A chain that was left is False in both.
-        chain = compared_chains(drafter, target.embed_tokens, packed, 4)
+        chain = compared_chains(drafter, target.embed_tokens, alone, 4)
         assert torch.equal(as_tree.matches, chain.matches.cumprod(1).bool())
 
 
@@ -136,9 +140,9 @@ def test_many_drafters_and_settings_in_one_pass_are_each_on_its_own(
     weights = TargetWeights(target.embed_tokens, target.model.lm_head.weight, target.model.model.norm.weight, 1e-5)
     drafters = {"fitted": drafter, "random": random_drafter(target, 256)}
     settings = [parse_speculation(text) for text in ("3", "7", "1", "3/2/6", "3/2/4", "2/2/4", "3@1", "2@1", "2@0.5")]
-    together = simulate_all(drafters, weights, iter(samples), settings, batch_tokens=40)
+    together = simulate_all(drafters, weights, packed(samples, 40), settings)
     for (name, setting), rounds in together.items():
-        alone = simulate_all({name: drafters[name]}, weights, samples, [setting])[name, setting]
+        alone = simulate_all({name: drafters[name]}, weights, packed(samples), [setting])[name, setting]
         assert [answer.rounds for answer in rounds] == pytest.approx([answer.rounds for answer in alone], abs=1e-4)
         if setting.topk == 1 and setting.temperature is None:
             plain = simulate(drafters[name], target.embed_tokens, samples, num_draft_tokens=setting.num_steps)
@@ -164,7 +168,7 @@ def test_rejection_sampling_accepts_by_the_ratio_of_probabilities(
         for step, token in enumerate(tokens):
             accepted[anchor - first + 1, step] = min(1.0, q[step] / float(p[anchor + 1 + step, token]))
     setting = Speculation(3, temperature=temperature)
-    (answer,) = simulate_all({"a": drafter}, weights, [sample], [setting])["a", setting]
+    (answer,) = simulate_all({"a": drafter}, weights, packed([sample]), [setting])["a", setting]
     assert 0.1 < float(accepted.mean()) < 0.9
     # fp32, products in another order
     assert answer.rounds == pytest.approx(expected_rounds(accepted), rel=1e-4)

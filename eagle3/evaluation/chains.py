@@ -32,11 +32,16 @@ def compared_chains(
             break
         normed = chains.advance(alive).normed  # (alive, D)
         drafted = torch.cat([drafter.lm_head(part).argmax(-1) for part in normed.split(ROWS_PER_CHUNK)])
-        is_right = target_ids[drafted] == packed.input_ids[alive + 2 + index]
-        matches[alive_index, index] = is_right
-        goes_on = is_right & (num_steps_of[alive] > index + 1)
+        matched = is_right(target_ids[drafted], packed.input_ids[alive + 2 + index])
+        matches[alive_index, index] = matched
+        goes_on = matched & (num_steps_of[alive] > index + 1)
         alive, alive_index = alive[goes_on], alive_index[goes_on]
     return ChainMatches(rows=rows, matches=matches)
+
+
+def is_right(drafted: Tensor, recorded: Tensor) -> Tensor:
+    """Returns which drafted tokens are the recorded ones."""
+    return drafted == recorded
 
 
 @torch.no_grad()

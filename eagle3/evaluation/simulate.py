@@ -5,10 +5,12 @@ recorded answer, so rounds can be counted without decoding: in fp32 they equal a
 """
 
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -27,7 +29,10 @@ from eagle3.features.record import FeatureSample
 from eagle3.features.store import FeatureStore
 from eagle3.prompts.rendering import load_tokenizer, tokenizer_digest
 
+Item = TypeVar("Item")
+
 BATCH_TOKENS = 8192  # of one pack on a CPU
+NUM_READERS = 4  # threads; one copies 8 GB/s at most, a GPU counts twice that
 BATCH_BYTES = 2**29  # of one pack's captured states on a GPU: what comes beside them is several times as much
 
 
@@ -81,7 +86,8 @@ def simulate(
 ) -> list[AnswerRounds]:
     """Returns the rounds of every answer in `samples`, in order; `advance` is told of samples as they are done."""
     rounds: list[AnswerRounds] = []
-    for packed in _packs(samples, batch_tokens or batch_tokens_of(drafter.config, embed_tokens), embed_tokens.device):
+    limit = batch_tokens or batch_tokens_of(drafter.config, embed_tokens)
+    for packed in packs_of(samples, limit, embed_tokens.device):
         rounds += answer_rounds(packed, compared_chains(drafter, embed_tokens, packed, num_draft_tokens))
         if advance is not None:
             advance(len(packed.sample_ids))
@@ -91,10 +97,9 @@ def simulate(
 def simulate_all(
     drafters: Mapping[str, Eagle3Drafter],
     target: TargetWeights,  # on the drafters' device
-    samples: Iterable[FeatureSample],
+    packs: Iterable[PackedSequences],  # on that device, too
     speculations: Sequence[Speculation],
     *,
-    batch_tokens: int | None = None,
     advance: Callable[[int], None] | None = None,
 ) -> dict[tuple[str, Speculation], list[AnswerRounds]]:
     """Returns the rounds of every answer for each drafter served in each way, with one pass over the samples.
@@ -104,9 +109,7 @@ def simulate_all(
     found: dict[tuple[str, Speculation], list[AnswerRounds]] = {
         (name, speculation): [] for name in drafters for speculation in speculations
     }
-    config = next(iter(drafters.values())).config
-    limit = batch_tokens or batch_tokens_of(config, target.embed_tokens)
-    for packed in _packs(samples, limit, target.embed_tokens.device):
+    for packed in packs:
         for name, drafter in drafters.items():
             for group in _alike(speculations):
                 for speculation, chains in _outcomes(drafter, target, packed, group):
@@ -151,9 +154,9 @@ def batch_tokens_of(drafter: DrafterConfig, embed_tokens: Tensor) -> int:
     return max(BATCH_TOKENS, BATCH_BYTES // (drafter.num_aux * drafter.hidden_size * embed_tokens.element_size()))
 
 
-def _packs(samples: Iterable[FeatureSample], batch_tokens: int, device: torch.device) -> Iterator[PackedSequences]:
-    """Yields packs on the device; the next one is read while the caller works on one."""
-    groups = _groups(samples, batch_tokens)
+def packs_of(samples: Iterable[FeatureSample], batch_tokens: int, device: torch.device) -> Iterator[PackedSequences]:
+    """Yields samples packed on the device; the next pack is read while the caller works on one."""
+    groups = groups_of(samples, lambda sample: sample.input_ids.numel(), batch_tokens)
 
     def read() -> PackedSequences | None:
         group = next(groups, None)
@@ -164,6 +167,24 @@ def _packs(samples: Iterable[FeatureSample], batch_tokens: int, device: torch.de
         while (packed := pending.result()) is not None:
             pending = reader.submit(read)
             yield packed.to(device)
+
+
+def packs_of_store(
+    store: FeatureStore, indices: Iterable[int], batch_tokens: int, device: torch.device
+) -> Iterator[PackedSequences]:
+    """Yields a store's samples packed on the device, in order; several threads read ahead."""
+
+    def read(group: list[int]) -> PackedSequences:
+        return pack([store[index] for index in group]).to(device)
+
+    pending: deque[Future[PackedSequences]] = deque()
+    with ThreadPoolExecutor(max_workers=NUM_READERS) as readers:
+        for group in groups_of(indices, lambda index: store.entries[index].num_tokens, batch_tokens):
+            pending.append(readers.submit(read, group))
+            if len(pending) > NUM_READERS:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
 
 
 def simulate_store(
@@ -218,15 +239,15 @@ def open_store(path: Path, drafter: DrafterConfig, target: TargetConfig) -> Feat
     return store
 
 
-def _groups(samples: Iterable[FeatureSample], batch_tokens: int) -> Iterator[list[FeatureSample]]:
-    """Yields runs of samples within `batch_tokens` tokens; a longer sample is a group of its own."""
-    group: list[FeatureSample] = []
+def groups_of(items: Iterable[Item], num_tokens_of: Callable[[Item], int], batch_tokens: int) -> Iterator[list[Item]]:
+    """Yields runs of items within `batch_tokens` tokens; a longer item is a group of its own."""
+    group: list[Item] = []
     num_tokens = 0
-    for sample in samples:
-        if group and num_tokens + sample.input_ids.numel() > batch_tokens:
+    for item in items:
+        if group and num_tokens + num_tokens_of(item) > batch_tokens:
             yield group
             group, num_tokens = [], 0
-        group.append(sample)
-        num_tokens += sample.input_ids.numel()
+        group.append(item)
+        num_tokens += num_tokens_of(item)
     if group:
         yield group

@@ -18,7 +18,14 @@ from eagle3.draft.acceptance import Acceptance, AnswerRounds, summarise
 from eagle3.draft.export import load_drafter
 from eagle3.draft.target_weights import load_target_config, load_target_weights
 from eagle3.evaluation.report import progress_bar
-from eagle3.evaluation.simulate import Speculation, open_store, parse_speculation, simulate_all
+from eagle3.evaluation.simulate import (
+    Speculation,
+    batch_tokens_of,
+    open_store,
+    packs_of_store,
+    parse_speculation,
+    simulate_all,
+)
 from eagle3.files import write_whole
 from eagle3.prompts.conversations import BadRow, read_conversations
 from eagle3.tracking import git_state
@@ -127,8 +134,9 @@ def run(
         )
     target = load_target_weights(target_path).to(device, dtype)
     with progress_bar("simulating", len(indices), "samples") as advance:
-        samples = (store[index] for index in indices)
-        rounds = simulate_all(drafters, target, samples, speculations, advance=advance)
+        limit = batch_tokens_of(drafter.config, target.embed_tokens)
+        packs = packs_of_store(store, indices, limit, target.embed_tokens.device)
+        rounds = simulate_all(drafters, target, packs, speculations, advance=advance)
     return Simulated(rounds, sum(store.entries[index].num_tokens for index in indices))
 
 

@@ -16,6 +16,7 @@ from eagle3.draft.attention import Documents, Places, draft_attention
 from eagle3.draft.layer import Rotation, finish, layer_weights, project
 from eagle3.draft.model import Eagle3Drafter
 from eagle3.draft.ttt import ROWS_PER_CHUNK, ChainMatches, Chains, PackedSequences
+from eagle3.evaluation.chains import is_right
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def draft_trees(
     step = chains.advance(rows)
     probs, first = _topk_drafts(drafter, step.normed, topk)  # (R, topk)
     first = target_ids[first]
-    alive = (first == packed.input_ids[rows + 2, None]).any(1)
+    alive = is_right(first, packed.input_ids[rows + 2, None]).any(1)
     rows, probs, first = rows[alive], probs[alive], first[alive]
     fed = step.normed if config.norm_output else step.hidden
     hidden = fed[alive][:, None].expand(-1, topk, -1)  # (R, topk, D)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,8 @@ from conftest import write_tiny_target
 from sglang_servers import server_config
 from test_extraction import contents, make_config, prompt_rows, run_command_line, write_prompts
 
-from eagle3.capture.client import SGLangEngine, prefill_body
+from eagle3.capture.asking import prefill_body
+from eagle3.capture.client import SGLangEngine
 from eagle3.capture.extraction import run_extraction
 from eagle3.capture.launch import ServerError
 from eagle3.capture.server import capturing_servers
@@ -59,6 +61,27 @@ def assert_same_store(seen: dict[str, FeatureSample], wanted: dict[str, FeatureS
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)  # other summation order
 
 
+def test_run_without_a_terminal_says_how_it_goes(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr("eagle3.capture.progress.LINE_SECONDS", 0.0)
+    monkeypatch.setattr("eagle3.capture.pipeline.MIN_PROBED", 2)
+    monkeypatch.setattr("eagle3.capture.pipeline.MAX_PROBED_SHARE", 0.2)
+    report = run_extraction(config_for(running, tmp_path, regenerate=RegenerateConfig(enabled=False)))
+    assert report.plain_tokens_per_second is not None
+    assert report.plain_tokens_per_second > 0
+    lines = [message for message in caplog.messages if re.match(r"[0-9]+/10 samples, ", message)]
+    assert len(lines) == 10
+    size = r"[0-9.,]+ (bytes|[KMG]iB)"
+    assert re.fullmatch(
+        rf"9/10 samples, capture [0-9,]+ tokens/s \([0-9]+% of plain prefill\), {size} written, "
+        rf"staging {size} of {size}, 0:00:0[0-9] left",
+        lines[8],
+    ), lines[8]
+    assert report.num_bytes == sum(path.stat().st_size for path in (tmp_path / "store").glob("shard-*"))
+
+
 @pytest.mark.parametrize("is_regenerated", [False, True])
 def test_store_is_the_one_that_transformers_captures(running: Running, tmp_path: Path, is_regenerated: bool) -> None:
     # SGLang samples greedily from the same logits, so answers agree too.
@@ -78,6 +101,8 @@ def test_store_is_the_one_that_transformers_captures(running: Running, tmp_path:
     manifest = FeatureStore(tmp_path / "store").manifest
     assert (manifest.engine, manifest.engine_version) == ("sglang", running.engine.facts.version)
     assert (manifest.dtype, manifest.codec, manifest.capture_layers) == ("float32", "fp32", (2, 4, 5))
+    assert manifest.engine_facts["logit_noise"] == parity["logit_noise"]
+    assert manifest.engine_facts["attention_backend"] == "torch_native"
 
 
 def test_quota_stops_a_run_and_more_of_it_goes_on(running: Running, tmp_path: Path) -> None:

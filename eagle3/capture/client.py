@@ -4,25 +4,23 @@ The same interface as the target in this process. A sample waits in the staging 
 more of them are asked for than fit its budget.
 """
 
-import secrets
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import count
 from typing import Any
 
 import requests
 import torch
-import xxhash
 from torch import Tensor
 
+from eagle3.capture.asking import ask_answer, ask_prefill, ask_top_two, post_job, prefill_body, request_ids
 from eagle3.capture.dispatch import Dispatcher, Job, JobError
-from eagle3.capture.engine import Captured, EngineFacts, SetAside, TopTwo
+from eagle3.capture.engine import Captured, EngineFacts, SetAside, StagingUse, TopTwo
 from eagle3.capture.generation import Generation
 from eagle3.capture.launch import ServerError
 from eagle3.capture.server import Server, ServerFacts
 from eagle3.capture.staging_area import SampleError, StagingArea
 from eagle3.config import RegenerateConfig, ServerConfig, UserError
-from eagle3.prompts.loops import first_occurrence_end
 
 PROBE_IDS = [0, 1, 2]
 FILE_SECONDS = 60  # between an answer and its sample, at most: the server's writer may be gigabytes behind
@@ -70,6 +68,11 @@ class SGLangEngine:
         """Tokens of the longest sequence that each server takes."""
         return min(facts.max_tokens for facts in self.server_facts)
 
+    @property
+    def staging(self) -> StagingUse:
+        """How full the staging directory is."""
+        return StagingUse(self.area.used_bytes, self.area.budget_bytes)
+
     def num_answers_together(self, settings: RegenerateConfig) -> int:
         """Returns how many prompts are answered at the same time."""
         return self._config.max_requests * len(self.servers)
@@ -113,7 +116,9 @@ class SGLangEngine:
             UserError: a server stays away.
         """
         limit = min(self.max_tokens, max_tokens or self.max_tokens)
-        task = _Generate(settings, limit, self._config, self._recover)
+        timeout = self._config.request_timeout_seconds
+        ask = partial(ask_answer, settings=settings, max_tokens=limit, timeout_seconds=timeout)
+        task = _Unrecorded(ask, self._recover)
         answers: dict[int, Generation | SetAside] = {}
         for job, result in self._dispatch(task, prompts):
             answers[job.index] = result
@@ -129,11 +134,21 @@ class SGLangEngine:
         """
         found: dict[int, TopTwo] = {}
         max_requests = self._config.max_requests if together else 1
-        for job, result in self._dispatch(_TopTwo(self._config, self._recover), sequences, max_requests):
+        ask = partial(ask_top_two, timeout_seconds=self._config.request_timeout_seconds)
+        for job, result in self._dispatch(_Unrecorded(ask, self._recover), sequences, max_requests):
             if isinstance(result, SetAside):
                 raise UserError(f"sequence {job.index} must be scored, got {result.reason}")
             found[job.index] = result
         return [found[index] for index in range(len(found))]
+
+    def plain_tokens_per_second(self, sequences: Sequence[Sequence[int]]) -> float:
+        """Measures prefill without recording, of the same sequences; the first pass warms up."""
+        ask = partial(ask_prefill, timeout_seconds=self._config.request_timeout_seconds)
+        for _ in range(2):
+            started = time.monotonic()
+            for _ in self._dispatch(_Unrecorded(ask, self._recover), sequences):
+                pass
+        return sum(len(sequence) for sequence in sequences) / (time.monotonic() - started)
 
     def log_normaliser(self, last_hidden_states: Tensor) -> None:
         """Returns None: the head is in the servers."""
@@ -245,108 +260,20 @@ class _Capture:
         self._area.release(len(job.input_ids) * self._bytes_per_token)
 
 
-class _Generate:
-    """Answers as token ids; their requests are not recorded."""
+class _Unrecorded:
+    """Requests that are not recorded, whose answer is the result."""
 
-    def __init__(
-        self, settings: RegenerateConfig, max_tokens: int, config: ServerConfig, recover: Callable[[Server], None]
-    ) -> None:
+    def __init__(self, ask: Callable[[Server, Job], Any], recover: Callable[[Server], None]) -> None:
+        self.run = ask
         self.recover = recover
-        self._settings = settings
-        self._max_tokens = max_tokens
-        self._config = config
         self._request_ids = request_ids()
 
     def prepare(self, job: Job) -> bool:
         job.request_id = self._request_ids()
         return True
 
-    def run(self, server: Server, job: Job) -> Generation:
-        room = self._max_tokens - len(job.input_ids)
-        assert room > 0, f"prompts must have fewer than max_tokens={self._max_tokens} tokens, got {len(job.input_ids)}"
-        sampling = {
-            "max_new_tokens": min(self._settings.max_new_tokens, room),
-            "temperature": self._settings.temperature,
-            "top_p": self._settings.top_p,
-            "top_k": -1,  # what is not said here would be what the server prefers
-            "repetition_penalty": 1.0,
-            "sampling_seed": prompt_seed(self._settings.seed, job.input_ids),
-        }
-        body = {"input_ids": job.input_ids, "rid": job.request_id, "sampling_params": sampling}
-        answer = post_job(server, body, self._config.request_timeout_seconds)
-        ids = answer["output_ids"]
-        end = first_occurrence_end(ids) if self._settings.cut_loops else None
-        if end is not None:
-            return Generation(ids[:end], finished=False, looped=True)
-        return Generation(ids, finished=answer["meta_info"]["finish_reason"]["type"] == "stop", looped=False)
-
-    def collect(self, job: Job, answer: object) -> Generation:
-        assert isinstance(answer, Generation)
+    def collect(self, job: Job, answer: Any) -> Any:
         return answer
 
     def clear(self, job: Job) -> None:
         """Nothing was claimed."""
-
-
-class _TopTwo:
-    """One prefill per sequence, with the engine's own log-probabilities."""
-
-    def __init__(self, config: ServerConfig, recover: Callable[[Server], None]) -> None:
-        self.recover = recover
-        self._config = config
-        self._request_ids = request_ids()
-
-    def prepare(self, job: Job) -> bool:
-        job.request_id = self._request_ids()
-        return True
-
-    def run(self, server: Server, job: Job) -> TopTwo:
-        body = prefill_body(job.input_ids, job.request_id)
-        body |= {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
-        answer = post_job(server, body, self._config.request_timeout_seconds)
-        # The first token of a prompt has no logprobs; what follows the last one is the output's.
-        rows = [*answer["meta_info"]["input_top_logprobs"][1:], *answer["meta_info"]["output_top_logprobs"]]
-        return TopTwo(
-            ids=torch.tensor([[token for _, token, _ in row] for row in rows]),
-            logprobs=torch.tensor([[logprob for logprob, _, _ in row] for row in rows]),
-        )
-
-    def collect(self, job: Job, answer: object) -> TopTwo:
-        assert isinstance(answer, TopTwo)
-        return answer
-
-    def clear(self, job: Job) -> None:
-        """Nothing was claimed."""
-
-
-def prefill_body(input_ids: list[int], request_id: str) -> dict[str, Any]:
-    """Returns a request for one prefill of exactly these tokens."""
-    return {
-        "input_ids": input_ids,
-        "rid": request_id,
-        "extra_key": request_id,  # a name space of its own in the prefix cache, where that is on
-        "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
-    }
-
-
-def post_job(server: Server, body: dict[str, Any], timeout_seconds: float) -> dict[str, Any]:
-    """Sends a request for tokens, which the server may refuse with a JobError."""
-    try:
-        answer: dict[str, Any] = server.post("/generate", body, timeout_seconds)
-    except ServerError as error:
-        raise JobError(str(error)) from error
-    reason = answer["meta_info"]["finish_reason"]
-    if reason["type"] == "abort":
-        raise JobError(f"the server must finish the request, got {reason}")
-    return answer
-
-
-def prompt_seed(seed: int, prompt: list[int]) -> int:
-    """Returns a seed of a prompt's own, so that its answer does not depend on its neighbours."""
-    return xxhash.xxh3_64_intdigest(f"{seed} {prompt}".encode()) % 2**63
-
-
-def request_ids() -> Callable[[], str]:
-    """Returns a maker of ids that no other request has and that are not recorded."""
-    run, numbers = secrets.token_hex(4), count()
-    return lambda: f"{run}-{next(numbers)}"

@@ -42,6 +42,14 @@ class EngineFacts:
     settings: dict[str, Any] = field(default_factory=dict)  # of the server, those that change its numbers
 
 
+@dataclass(frozen=True)
+class StagingUse:
+    """How full the directory is that samples pass through."""
+
+    used_bytes: int  # of samples that were asked for and not read yet
+    budget_bytes: int
+
+
 class Engine(Protocol):
     """A target that runs."""
 
@@ -54,6 +62,10 @@ class Engine(Protocol):
     @property
     def max_tokens(self) -> int:
         """Tokens of the longest sequence that it takes."""
+
+    @property
+    def staging(self) -> StagingUse | None:
+        """How full the staging directory is; None where samples need none."""
 
     def num_answers_together(self, settings: RegenerateConfig) -> int:
         """Returns how many prompts it answers at the same time."""
@@ -78,6 +90,9 @@ class Engine(Protocol):
 
     def top_two(self, sequences: Sequence[Sequence[int]], *, together: bool) -> list[TopTwo]:
         """Returns what it would say at each position: alone, or with all sequences in one batch."""
+
+    def plain_tokens_per_second(self, sequences: Sequence[Sequence[int]]) -> float | None:
+        """Measures the same prefills unrecorded; None from an engine that knows no other kind."""
 
     def log_normaliser(self, last_hidden_states: Tensor) -> Tensor | None:  # (R, D) -> (R,) fp32
         """Returns the log-sum-exp over V of the target's logits; None from an engine whose head is not at hand."""

@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from eagle3.board import feature_store
 from eagle3.capture.interrupts import Interrupts
 from eagle3.capture.parity import TargetFacts, read_target
-from eagle3.capture.pipeline import QUARANTINE_NAME, REJECTED_NAME, ExtractionReport, Pipeline
+from eagle3.capture.pipeline import QUARANTINE_NAME, REJECTED_NAME, Pipeline
+from eagle3.capture.progress import ExtractionReport
 from eagle3.capture.running_engine import engine_version, running_engine
 from eagle3.capture.selection import TooLong, select_rows
 from eagle3.config import ExtractConfig, UserError
@@ -69,6 +70,7 @@ def run_extraction(config: ExtractConfig) -> ExtractionReport:
         FeatureWriter(store_path, manifest, store.shard_bytes, store.quota_bytes) as writer,
         ExitStack() as stack,
     ):
+        bytes_before = writer.num_bytes
         if todo:
             identity = identify(store_path, config.tracking, "extract", resumes=True)
             digests = {"prompts": manifest.prompts_digest, "target": manifest.target_revision}
@@ -95,6 +97,7 @@ def run_extraction(config: ExtractConfig) -> ExtractionReport:
                     "stopped: %d samples are in %s; the same command goes on from there", num_stored, store_path
                 )
                 raise
+        report.num_bytes = writer.num_bytes - bytes_before
     _log_report(report, store_path)
     if todo:
         _show(config, report, manifest)
@@ -226,7 +229,7 @@ def _show(config: ExtractConfig, report: ExtractionReport, manifest: Manifest) -
     path = Path(config.store.path)
     counts = {name: value for name, value in dataclasses.asdict(report).items() if isinstance(value, int | float)}
     with open_board(path, config.tracking) as board:
-        board.summarise(counts | {"num_bytes": _shard_bytes(path)})
+        board.summarise(counts | {"store_bytes": _shard_bytes(path)})
         store = FeatureStore(path)
         board.makes(feature_store(path, store.location.sizes(), digest_store(store), dataclasses.asdict(manifest)))
 

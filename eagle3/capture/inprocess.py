@@ -87,6 +87,10 @@ class TransformersEngine:
         """Tokens of the longest sequence that the target was made for."""
         return int(self._text_config.max_position_embeddings)
 
+    @property
+    def staging(self) -> None:
+        """States go from hand to hand."""
+
     def num_answers_together(self, settings: RegenerateConfig) -> int:
         """Returns how many prompts are answered at the same time."""
         return settings.batch_size
@@ -142,6 +146,9 @@ class TransformersEngine:
         """Returns transformers' own logits, (T, V) of each sequence, run as one batch: for gates."""
         logits = self.model(_pad(sequences).to(self.model.device), use_cache=False).logits  # (B, T, V)
         return [logits[i, : len(sequence)].cpu() for i, sequence in enumerate(sequences)]
+
+    def plain_tokens_per_second(self, sequences: Sequence[Sequence[int]]) -> None:
+        """Returns None: copying states takes no time beside a forward in this process."""
 
     def top_two(self, sequences: Sequence[Sequence[int]], *, together: bool) -> list[TopTwo]:
         """Returns the likeliest tokens at each position, run alone or as one batch: for gates."""

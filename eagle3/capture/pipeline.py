@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PreTrainedTokenizerBase
 
 from eagle3.capture.answers import AnswerLog
@@ -21,6 +19,7 @@ from eagle3.capture.engine import Captured, Engine, SetAside
 from eagle3.capture.generation import Generation
 from eagle3.capture.interrupts import Interrupts
 from eagle3.capture.parity import GATE_SAMPLES, check_parity
+from eagle3.capture.progress import ExtractionReport, LiveProgress
 from eagle3.capture.regenerate import Answered, answer_conversations
 from eagle3.capture.selection import Row
 from eagle3.config import ExtractConfig, UserError
@@ -36,36 +35,9 @@ logger = logging.getLogger(__name__)
 REJECTED_NAME = "rejected.jsonl"  # rows that were not captured, of the latest run
 QUARANTINE_NAME = "quarantine.jsonl"  # samples without usable features, of all runs
 PARITY_NAME = "parity.json"  # what the gates saw, of the latest run
-LINE_SECONDS = 30.0  # between two lines where there is no bar
+MAX_PROBED_SHARE = 0.01  # of the rows, prefilled twice more to learn the speed of plain prefill
+MIN_PROBED = 8  # sequences, or that speed says nothing
 CHUNK_BATCHES = 4  # of answers, between two writes of the log: a kill loses at most these
-
-
-@dataclass
-class ExtractionReport:
-    """What one run did; filled in as it goes."""
-
-    num_stored_before: int = 0
-    num_stored: int = 0  # samples, by this run
-    num_tokens: int = 0
-    num_supervised: int = 0
-    num_bad_rows: int = 0
-    num_too_long: int = 0
-    num_quarantined: int = 0  # by all runs
-    num_generated: int = 0  # tokens, those of cut loops included
-    num_unfinished: int = 0  # answers that ended at a token limit
-    num_looped: int = 0  # answers that were cut where they began to repeat themselves
-    num_reencoded: int = 0  # answers that lost their supervision, since their text encodes to other ids
-    num_turns_dropped: int = 0  # user turns that found no room under the token limit
-    generation_seconds: float = 0.0
-    capture_seconds: float = 0.0
-
-    def rates(self) -> str:
-        """Returns tokens per second of both stages."""
-        stages = [
-            ("answers", self.num_generated, self.generation_seconds),
-            ("capture", self.num_tokens, self.capture_seconds),
-        ]
-        return ", ".join(f"{name} {tokens / seconds:,.0f} tokens/s" for name, tokens, seconds in stages if seconds)
 
 
 @dataclass(frozen=True)
@@ -102,12 +74,8 @@ class Pipeline:
         self._max_tokens = max_tokens
         self._is_gated = False
         self._num_rows = 0
-        self._told_at = time.monotonic()
-        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("samples {task.description}"))
-        times = (TimeElapsedColumn(), TimeRemainingColumn())
-        console = Console(stderr=True)
-        self._progress = Progress(*columns, *times, console=console, disable=not console.is_terminal)
-        self._task = self._progress.add_task("")
+        self._bytes_before = writer.num_bytes
+        self._progress = LiveProgress(report, lambda: engine.staging)
 
     def run(self, rows: Sequence[Row], quarantined_ids: set[str]) -> None:
         """Takes every row that is neither stored nor quarantined through all stages.
@@ -118,7 +86,7 @@ class Pipeline:
         done = self._writer.stored_ids | quarantined_ids
         missing = {row.conversation.id for row in rows} - done
         self._num_rows = len(rows)
-        self._progress.update(self._task, total=len(rows), completed=len(rows) - len(missing))
+        self._progress.begin(len(rows), len(rows) - len(missing))
         answers = AnswerLog(self._writer.path)
         try:
             with self._progress:
@@ -164,7 +132,7 @@ class Pipeline:
             if isinstance(result, BadRow):
                 self._report.num_bad_rows += 1
                 _append_line(self._writer.path / REJECTED_NAME, asdict(result))
-                self._show(advance=1)
+                self._progress.show(advance=1)
                 continue
             self._count(result)
             tokens.append(_Tokens(row, result.input_ids, result.loss_mask))
@@ -174,7 +142,7 @@ class Pipeline:
         def count(num_tokens: int) -> None:
             self._report.num_generated += num_tokens
             self._report.generation_seconds = before + time.monotonic() - started
-            self._show()
+            self._progress.show()
 
         before, started = self._report.generation_seconds, time.monotonic()
         return self._engine.generate(prompts, self._config.regenerate, max_tokens=self._max_tokens, on_tokens=count)
@@ -182,10 +150,15 @@ class Pipeline:
     def _capture(self, tokens: Iterable[_Tokens]) -> None:
         waiting = iter(tokens)
         if not self._is_gated:
-            first = list(islice(waiting, GATE_SAMPLES))
+            num_probed = self._num_probed()
+            first = list(islice(waiting, max(GATE_SAMPLES, num_probed)))
             if not first:
                 return
-            self._gate(first)
+            self._gate(first[:GATE_SAMPLES])
+            self._is_gated = True
+            if num_probed:
+                probes = [each.input_ids for each in first[:num_probed]]
+                self._report.plain_tokens_per_second = self._engine.plain_tokens_per_second(probes)
             waiting = chain(first, waiting)
         under_way: dict[int, _Tokens] = {}
 
@@ -199,7 +172,13 @@ class Pipeline:
             for index, result in results:
                 self._store(under_way.pop(index), result)
                 self._report.capture_seconds = before + time.monotonic() - started
-                self._show(advance=1)
+                self._progress.show(advance=1)
+
+    def _num_probed(self) -> int:
+        """Returns how many sequences tell the speed of plain prefill: as many as run together, if they cost little."""
+        together = self._engine.num_answers_together(self._config.regenerate)
+        num_probed = min(together, int(MAX_PROBED_SHARE * self._num_rows))
+        return num_probed if num_probed >= MIN_PROBED else 0
 
     def _gate(self, tokens: list[_Tokens]) -> None:
         regenerate = self._config.regenerate
@@ -211,19 +190,18 @@ class Pipeline:
             [each.loss_mask for each in tokens] if is_greedy else None,
         )
         write_atomically(self._writer.path / PARITY_NAME, json.dumps(asdict(report), indent=2) + "\n")
-        self._progress.stop()  # a log line would land in the middle of the bar
+        self._writer.describe({"logit_noise": report.logit_noise, **self._engine.facts.settings})
         states = f"not compared with transformers' own, since {report.states_skipped}"
         if report.states_skipped is None:
             states = f"within {max(report.relative_error):.2g} of transformers' own"
-        logger.info(
-            "parity: states of layers %s are %s; greedy tokens agree on %.1f %% of %d",
-            report.capture_layers,
-            states,
-            100 * report.agreement,
-            report.num_clear,
-        )
-        self._progress.start()
-        self._is_gated = True
+        with self._progress.paused():
+            logger.info(
+                "parity: states of layers %s are %s; greedy tokens agree on %.1f %% of %d",
+                report.capture_layers,
+                states,
+                100 * report.agreement,
+                report.num_clear,
+            )
 
     def _store(self, tokens: _Tokens, result: Captured | SetAside) -> None:
         if isinstance(result, SetAside):
@@ -238,6 +216,7 @@ class Pipeline:
         with self._interrupts.held():
             self._writer.write(sample)
             self._report.num_stored += 1
+            self._report.num_bytes = self._writer.num_bytes - self._bytes_before
         self._report.num_tokens += len(tokens.input_ids)
         self._report.num_supervised += sum(tokens.loss_mask)
 
@@ -253,15 +232,6 @@ class Pipeline:
                 f"{self._num_rows}, got {self._report.num_quarantined} ({self._writer.path / QUARANTINE_NAME}); "
                 f"see the reasons there, or raise the share"
             )
-
-    def _show(self, advance: int = 0) -> None:
-        """Brings the bar up to date; where there is none, says the same in a line now and then."""
-        self._progress.update(self._task, advance=advance, description=self._report.rates())
-        now = time.monotonic()
-        if self._progress.disable and now - self._told_at >= LINE_SECONDS:
-            self._told_at = now
-            (task,) = self._progress.tasks
-            logger.info("%d/%d samples %s", task.completed, self._num_rows, self._report.rates())
 
     def _sample(self, tokens: _Tokens, states: Captured) -> FeatureSample:
         loss_mask = torch.tensor(tokens.loss_mask)

@@ -1,6 +1,7 @@
 """What a store says of itself: target, engine, layers, digests.
 
-Two captures may share a store only if every field agrees but the commit, which is a note of where the code stood.
+Two captures may share a store only if every field agrees but the commit and the facts of the first run's engine,
+which are notes.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ from eagle3.features.location import Location
 FORMAT_VERSION = 1
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 MANIFEST_NAME = "manifest.json"
-PROVENANCE_ONLY = {"git_commit"}
+PROVENANCE_ONLY = {"engine_facts", "git_commit"}
 # Written by whatever saved the config last; says nothing about the model.
 VOLATILE_CONFIG_KEYS = {"transformers_version", "_name_or_path"}
 # Ends and middle of each weight file: a fine-tune moves every tensor, and 1 TB of weights is not read twice.
@@ -47,6 +48,7 @@ class Manifest:
     prompts_digest: str  # xxh3_128 of the prompts file's bytes
     last_rows: Literal["supervised", "all"]
     generation: dict[str, Any] = field(default_factory=dict)  # settings of regenerated answers; empty: answers as given
+    engine_facts: dict[str, Any] = field(default_factory=dict)  # of the run that began the store, see `describe`
     git_commit: str | None = None
     format_version: int = FORMAT_VERSION
 
@@ -90,7 +92,7 @@ def load_manifest(location: Location) -> Manifest:
             f"capture the store again, or use the version of this package that wrote it"
         )
     known = {each.name for each in dataclasses.fields(Manifest)}
-    if set(values) != known:
+    if not known - {"engine_facts"} <= set(values) <= known:  # which stores of before do not have
         raise UserError(
             f"{MANIFEST_NAME} must have the fields {sorted(known)}, got {sorted(values)} ({path}); "
             f"restore it from a copy"
@@ -104,6 +106,7 @@ def load_manifest(location: Location) -> Manifest:
             ("codec", f"one of {', '.join(CODE_DTYPES)}", values["codec"] in list(CODE_DTYPES)),
             ("dtype", f"one of {', '.join(DTYPES)}", values["dtype"] in list(DTYPES)),
             ("generation", "an object", isinstance(values["generation"], dict)),
+            ("engine_facts", "an object", isinstance(values.get("engine_facts", {}), dict)),
         )
         if not is_right
     ]

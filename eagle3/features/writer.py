@@ -12,9 +12,10 @@ import logging
 import os
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TextIO
+from typing import Any, Self, TextIO
 
 import torch
 
@@ -33,7 +34,7 @@ from eagle3.features.manifest import DTYPES, MANIFEST_NAME, Manifest, check_same
 from eagle3.features.record import FeatureSample
 from eagle3.features.shard import HEADER_BYTES, sample_num_bytes, shard_path, write_shard
 from eagle3.features.stored import StoredSample, encode_sample
-from eagle3.files import PRIVATE, sync
+from eagle3.files import PRIVATE, sync, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,13 @@ class FeatureWriter:
         self.stored_ids = {entry.sample_id for record in records for entry in record.entries}  # buffered ones too
         self.num_bytes = sum(record.num_bytes for record in records)  # of the shards on disk
         self._next_number = max((record.number for record in records), default=-1) + 1
+
+    def describe(self, engine_facts: dict[str, Any]) -> None:
+        """Notes in the manifest what its engine showed: noise and settings, of the run that began the store."""
+        stored = read_manifest(self.path)
+        if not stored.engine_facts:
+            text = manifest_text(replace(stored, engine_facts=engine_facts))
+            write_whole(self.path / MANIFEST_NAME, text, mode=PRIVATE)
 
     def write(self, sample: FeatureSample) -> None:
         """Codes and buffers a sample, and has a shard written when the buffer is full.

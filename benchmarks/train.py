@@ -34,6 +34,7 @@ from eagle3.training.batches import Position, StepBatch
 from eagle3.training.distributed import start
 from eagle3.training.engine import Engine, TTTModule
 from eagle3.training.optimizer_step import take_step
+from eagle3.training.packs import CodedPack
 
 LIMIT_FLOPS = 989e12  # dense bf16, NVIDIA's data sheet of the H100 and H200 SXM
 TTT_STEPS = 7
@@ -177,7 +178,7 @@ def measure(name: str, work: Work, num_steps: int, trace: Path | None) -> dict[s
     num_tokens = packed.input_ids.numel()
     num_supervised = packed.counted(1)[0].numel()
     batch = StepBatch(
-        packs=[packed],
+        packs=[CodedPack.of(packed)],
         has_filler=False,
         sample_ids=[list(packed.sample_ids)],
         num_tokens=num_tokens,

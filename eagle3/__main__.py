@@ -7,10 +7,12 @@ from eagle3.cli import run_command
 from eagle3.config import UserError
 from eagle3.evaluation import simulation
 from eagle3.evaluation.doctor import command as doctor
+from eagle3.features import commands as features
 
 # Each takes its arguments and returns the exit code.
 SUBCOMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "doctor": doctor.main,
+    "features": features.main,
     "simulate": simulation.main,
 }
 

@@ -138,6 +138,10 @@ class DataConfig:
     samples_per_step: int = 8  # samples of one optimizer step, over all ranks and micro-steps
     batch_tokens: int = 8192  # tokens of one micro-batch on one rank; longer samples get a micro-batch of their own
     max_tokens: int = 16384  # samples longer than this are left out and counted
+    shuffle_shards: int = 64  # shards that samples are drawn from at one time; all, if the store has no more
+    read_threads: int = 4  # on each rank
+    prefetch_steps: int = 2  # optimizer steps that wait in memory, on each rank
+    cache_bytes: int = 0  # samples kept in memory, on each rank, for stores whose disk has no page cache
     seed: int = 0
 
 

@@ -55,14 +55,14 @@ def test_ranks_share_out_the_packs_that_each_of_them_names(store: FeatureStore) 
         for rank, batch in enumerate(ranks):
             names = ranks[0].sample_ids[micro_step * 3 + rank]
             is_filler = batch.has_filler and micro_step == len(batch.packs) - 1
-            assert names == ([] if is_filler else list(batch.packs[micro_step].sample_ids))
+            assert names == ([] if is_filler else list(batch.packs[micro_step].tokens.sample_ids))
 
 
 def test_token_counts_are_those_of_all_ranks(store: FeatureStore) -> None:
     ranks = [Batches(store, list(range(30)), data_config(), rank, 2).load(Position()) for rank in range(2)]
     packs = [pack for batch in ranks for pack in batch.packs[: len(batch.packs) - batch.has_filler]]
-    assert ranks[0].num_tokens == ranks[1].num_tokens == sum(pack.input_ids.numel() for pack in packs)
-    assert ranks[0].num_supervised == sum(int(pack.loss_mask.sum()) for pack in packs)
+    assert ranks[0].num_tokens == ranks[1].num_tokens == sum(pack.tokens.input_ids.numel() for pack in packs)
+    assert ranks[0].num_supervised == sum(int(pack.tokens.loss_mask.sum()) for pack in packs)
 
 
 def test_reading_goes_on_exactly_at_a_position(store: FeatureStore) -> None:
@@ -70,11 +70,11 @@ def test_reading_goes_on_exactly_at_a_position(store: FeatureStore) -> None:
     third = batches.load(batches.load(Position()).next_position).next_position
     assert read_epoch(batches, third) == read_epoch(batches, Position())[2:]
     again = Batches(store, list(range(30)), data_config(), 0, 1).load(third)
-    assert torch.equal(again.packs[0].aux_hidden_states, batches.load(third).packs[0].aux_hidden_states)
+    assert torch.equal(again.packs[0].aux.codes, batches.load(third).packs[0].aux.codes)
 
 
 def test_orders_differ_by_epoch_and_seed() -> None:
-    orders = [epoch_order(50, seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
+    orders = [epoch_order([0] * 50, seed, epoch, 64) for seed in (0, 1) for epoch in (0, 1)]
     assert all(sorted(order) == list(range(50)) for order in orders)
     assert len({tuple(order) for order in orders}) == 4
 
@@ -100,7 +100,7 @@ def test_a_rank_without_samples_repeats_the_shortest_one(store: FeatureStore) ->
     ranks = [Batches(store, list(range(30)), data_config(samples_per_step=3), rank, 4) for rank in range(4)]
     batches = [each.load(Position()) for each in ranks]
     assert [batch.has_filler for batch in batches] == [False, False, False, True]
-    lengths = [pack.input_ids.numel() for batch in batches for pack in batch.packs]
+    lengths = [pack.tokens.input_ids.numel() for batch in batches for pack in batch.packs]
     assert lengths[3] == min(lengths[:3])
     assert batches[0].num_tokens == sum(lengths[:3])
 
@@ -129,3 +129,26 @@ def test_long_samples_are_left_out_and_counted(store: FeatureStore) -> None:
 def test_no_sample_is_an_error(store: FeatureStore) -> None:
     with pytest.raises(UserError, match="must hold samples to train on, got none of its 30"):
         Batches(store, [], data_config(), 0, 1)
+
+
+def test_an_order_over_few_shards_draws_from_so_many_at_a_time() -> None:
+    shards = [number // 10 for number in range(200)]  # 20 shards of 10
+    order = epoch_order(shards, 0, 0, 4)
+    assert sorted(order) == list(range(200))
+    assert order != epoch_order(shards, 0, 1, 4)
+    assert order == epoch_order(shards, 0, 0, 4)
+    left = dict.fromkeys(range(20), 10)
+    for sample in order:
+        left[shards[sample]] -= 1
+        assert sum(0 < count < 10 for count in left.values()) <= 4
+    # The first fifty samples come from several shards of the whole store, and not in their order.
+    assert len({shards[sample] for sample in order[:50]}) >= 5
+    assert max(shards[sample] for sample in order[:50]) >= 10
+
+
+def test_a_position_is_followed_by_the_one_that_its_batch_names(store: FeatureStore) -> None:
+    batches = Batches(store, list(range(30)), data_config(), 0, 1)
+    position = Position()
+    for _, known in zip(range(12), batches.positions(position), strict=False):
+        assert known == position
+        position = batches.load(position).next_position

@@ -8,7 +8,8 @@ import pytest
 
 from eagle3.config import UserError
 from eagle3.draft.acceptance import AnswerRounds
-from eagle3.draft.questions import Question, of_samples, prompt_digest, read_questions, write_questions
+from eagle3.draft.questions import Question, of_pack, of_samples, prompt_digest, read_questions, write_questions
+from eagle3.draft.ttt import pack
 from eagle3.features.record import FeatureSample
 
 ANSWER = AnswerRounds("a", num_tokens=10, rounds=6.25, reached=(6.25, 3.0), accepted=(3.0, 0.5))
@@ -40,3 +41,6 @@ def test_a_prompt_is_what_stands_before_the_first_answer(make_sample: Callable[.
     assert question.prompt == prompt_digest(sample.input_ids[:2].tolist())
     assert question.prompt != prompt_digest(sample.input_ids[:3].tolist())
     assert question.answer is ANSWER
+    other = make_sample("b", [0, 0, 0, 1], seed=1)
+    (same,) = of_pack(pack([other, sample]), [ANSWER])
+    assert same == question

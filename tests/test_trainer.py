@@ -195,7 +195,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(
     def take_poisoned_step(engine: Engine, batch: StepBatch, **settings: Any) -> StepResult:
         seen.append(engine)
         if len(seen) == 4:
-            batch.packs[1].aux_hidden_states[3] = math.nan
+            batch.packs[1].aux.codes[3] = math.nan
         return take_step(engine, batch, **settings)
 
     monkeypatch.setattr(trainer, "take_step", take_poisoned_step)

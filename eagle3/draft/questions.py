@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 import xxhash
+from torch import Tensor
 
 from eagle3.config import UserError
 from eagle3.draft.acceptance import AnswerRounds
+from eagle3.draft.ttt import PackedSequences
 from eagle3.features.record import FeatureSample
 from eagle3.files import write_whole
 
@@ -38,10 +40,15 @@ def prompt_digest(token_ids: Sequence[int]) -> str:
 
 def of_samples(samples: Iterable[FeatureSample], answers: Iterable[AnswerRounds]) -> list[Question]:
     """Joins answers with the prompts of the samples that they were counted in."""
-    prompts = {}
-    for sample in samples:
-        first = int(sample.loss_mask.int().argmax())  # the first token of the first answer
-        prompts[sample.sample_id] = prompt_digest(sample.input_ids[:first].tolist())
+    prompts = {sample.sample_id: _prompt_of(sample.input_ids, sample.loss_mask) for sample in samples}
+    return [Question(prompts[answer.sample_id], None, answer) for answer in answers]
+
+
+def of_pack(packed: PackedSequences, answers: Iterable[AnswerRounds]) -> list[Question]:
+    """Joins answers with the prompts of the pack that they were counted in."""
+    lengths = packed.document_lengths
+    documents = zip(packed.input_ids.split(lengths), packed.loss_mask.split(lengths), strict=True)
+    prompts = {name: _prompt_of(*one) for name, one in zip(packed.sample_ids, documents, strict=True)}
     return [Question(prompts[answer.sample_id], None, answer) for answer in answers]
 
 
@@ -97,3 +104,8 @@ def add_row(found: dict[str, list[Question]], row: Sequence[Any], where: str) ->
             f"evaluate again, or restore the file"
         ) from None
     found.setdefault(str(measure), []).append(Question(str(prompt), loops, answer))
+
+
+def _prompt_of(input_ids: Tensor, loss_mask: Tensor) -> str:  # (T,), (T,)
+    first = int(loss_mask.int().argmax())  # the first token of the first answer
+    return prompt_digest(input_ids[:first].tolist())

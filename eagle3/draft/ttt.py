@@ -37,13 +37,14 @@ class PackedSequences:
 
     def to(self, device: torch.device | str) -> "PackedSequences":
         """Copies the tensors to a device, but for those that stay on the CPU."""
+        # Where the memory is pinned, the copies are not waited for.
         return replace(
             self,
-            input_ids=self.input_ids.to(device),
-            positions=self.positions.to(device),
-            aux_hidden_states=self.aux_hidden_states.to(device),
-            last_hidden_states=self.last_hidden_states.to(device),
-            target_logz=None if self.target_logz is None else self.target_logz.to(device),
+            input_ids=self.input_ids.to(device, non_blocking=True),
+            positions=self.positions.to(device, non_blocking=True),
+            aux_hidden_states=self.aux_hidden_states.to(device, non_blocking=True),
+            last_hidden_states=self.last_hidden_states.to(device, non_blocking=True),
+            target_logz=None if self.target_logz is None else self.target_logz.to(device, non_blocking=True),
         )
 
     def steps_per_row(self, ttt_steps: int) -> Tensor:  # (T,) int64, on the CPU
@@ -88,7 +89,7 @@ def pack(samples: list[FeatureSample]) -> PackedSequences:
         UserError: a sample lacks the last hidden state of a supervised token.
     """
     for sample in samples:
-        _check_last_rows(sample)
+        check_last_rows(sample.sample_id, sample.loss_mask, sample.last_rows)
     lengths = [sample.input_ids.numel() for sample in samples]
     starts = [sum(lengths[:index]) for index in range(len(lengths))]
     logz = [sample.target_logz for sample in samples if sample.target_logz is not None]
@@ -106,6 +107,21 @@ def pack(samples: list[FeatureSample]) -> PackedSequences:
         target_logz=torch.cat(logz) if logz and len(logz) == len(samples) else None,
         sample_ids=tuple(sample.sample_id for sample in samples),
     )
+
+
+def check_last_rows(sample_id: str, loss_mask: Tensor, last_rows: Tensor) -> None:  # (T,), (R,)
+    """Compares the rows that have a last hidden state with those that the losses read.
+
+    Raises:
+        UserError: there are too few.
+    """
+    needed = supervised_rows(loss_mask)
+    missing = needed[~torch.isin(needed, last_rows)]
+    if missing.numel():
+        raise UserError(
+            f"last_rows must hold the row before every supervised token, got none for row {int(missing[0])} and "
+            f"{missing.numel() - 1} more (sample {sample_id!r}); capture the sample again"
+        )
 
 
 class Chains:
@@ -227,13 +243,3 @@ def _next_ids(packed: PackedSequences) -> Tensor:  # (T,)
 
 def _cat_states(states: list[Tensor]) -> Tensor:
     return torch.cat(states) if states else torch.zeros(0, 0)
-
-
-def _check_last_rows(sample: FeatureSample) -> None:
-    needed = supervised_rows(sample.loss_mask)
-    missing = needed[~torch.isin(needed, sample.last_rows)]
-    if missing.numel():
-        raise UserError(
-            f"last_rows must hold the row before every supervised token, got none for row {int(missing[0])} and "
-            f"{missing.numel() - 1} more (sample {sample.sample_id!r}); capture the sample again"
-        )

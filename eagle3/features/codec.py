@@ -15,13 +15,13 @@ from torch import Tensor
 Codec = Literal["bf16", "fp32", "int8", "fp8"]
 # The codec in which states of a dtype come back bit for bit.
 EXACT_CODECS: dict[torch.dtype, Codec] = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-CODE_DTYPES = {
+CODE_DTYPES: dict[Codec, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp32": torch.float32,
     "int8": torch.int8,
     "fp8": torch.float8_e4m3fn,
 }
-LARGEST_CODE = {"int8": 127.0, "fp8": 448.0}
+LARGEST_CODE: dict[Codec, float] = {"int8": 127.0, "fp8": 448.0}
 # Chosen on SmolLM2's states: 16 exact numbers beside groups of 192 err less than 8 beside groups of 64, in fewer bytes.
 OUTLIERS, GROUP = 16, 128
 STATES_PER_CHUNK = 4096  # states whose fp32 copies exist at one time

@@ -5,7 +5,7 @@ number of ranks, only how they are dealt to them does.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +14,8 @@ from rich.progress import track
 from torch import Tensor
 
 from eagle3.config import DataConfig, UserError
-from eagle3.draft.ttt import PackedSequences, pack
 from eagle3.features.store import FeatureStore
+from eagle3.training.packs import CodedPack, PackReader
 
 # A prime well above any number of epochs: (seed, epoch) pairs get different permutations.
 EPOCH_STRIDE = 1_000_003
@@ -42,7 +42,7 @@ class UsableSamples:
 class StepBatch:
     """The samples of one optimizer step, as this rank's micro-batches."""
 
-    packs: list[PackedSequences]  # this rank's; every rank has as many
+    packs: list[CodedPack]  # this rank's; every rank has as many
     has_filler: bool  # the last pack repeats a sample that another rank has: it must weigh nothing
     sample_ids: list[list[str]]  # of the packs of all ranks: micro-batch m of rank r is at m * world_size + r
     num_tokens: int  # over all ranks
@@ -67,8 +67,17 @@ def usable_samples(store: FeatureStore, indices: Sequence[int], max_tokens: int)
 class Batches:
     """The batches of a run, on one rank."""
 
-    def __init__(self, store: FeatureStore, indices: list[int], config: DataConfig, rank: int, world_size: int) -> None:
-        """Takes the samples to train on, in the store's order.
+    def __init__(
+        self,
+        store: FeatureStore,
+        indices: list[int],
+        config: DataConfig,
+        rank: int,
+        world_size: int,
+        *,
+        pin: bool = False,
+    ) -> None:
+        """Takes the samples to train on, in the store's order; with `pin` they come in memory a GPU can copy from.
 
         Raises:
             UserError: there are none.
@@ -83,12 +92,15 @@ class Batches:
         self._config = config
         self._rank = rank
         self._world_size = world_size
+        self._reader = PackReader(store, config.read_threads, pin=pin)
+        self._shards = [store.entries[index].shard for index in indices]
+        self._order: tuple[int, list[int]] = (-1, [])  # of the latest epoch
         self.steps_per_epoch = -(-len(indices) // config.samples_per_step)
 
     def load(self, position: Position) -> StepBatch:
         """Reads the batch at a position; the last one of an epoch may be smaller."""
-        order = epoch_order(len(self._indices), self._config.seed, position.epoch)
-        end = min(position.num_taken + self._config.samples_per_step, len(order))
+        order = self._epoch_order(position.epoch)
+        end = position.num_taken + self._config.samples_per_step
         taken = [self._indices[i] for i in order[position.num_taken : end]]
         entries = self._store.entries
         lengths = [entries[index].num_tokens for index in taken]
@@ -101,19 +113,59 @@ class Batches:
             # lacks the draft layer makes them in another order, so that different parameters would be added up.
             mine[-1] = [min(taken, key=lambda index: entries[index].num_tokens)]
         return StepBatch(
-            packs=[pack([self._store[index] for index in members]) for members in mine],
+            packs=[self._reader.read(members) for members in mine],
             has_filler=has_filler,
             sample_ids=[[entries[index].sample_id for index in members] for members in packs],
             num_tokens=sum(lengths),
             num_supervised=sum(entries[index].num_supervised for index in taken),
-            next_position=Position(position.epoch + 1) if end == len(order) else Position(position.epoch, end),
+            next_position=self.after(position),
         )
 
+    def after(self, position: Position) -> Position:
+        """Returns where the step after the one at a position starts."""
+        end = position.num_taken + self._config.samples_per_step
+        return Position(position.epoch + 1) if end >= len(self._indices) else Position(position.epoch, end)
 
-def epoch_order(num_samples: int, seed: int, epoch: int) -> list[int]:
-    """Returns the order of an epoch's samples."""
+    def positions(self, start: Position) -> Iterator[Position]:
+        """Yields the positions of all steps from one on, without an end."""
+        while True:
+            yield start
+            start = self.after(start)
+
+    def _epoch_order(self, epoch: int) -> list[int]:
+        known, order = self._order
+        if known != epoch:
+            order = epoch_order(self._shards, self._config.seed, epoch, self._config.shuffle_shards)
+            self._order = (epoch, order)
+        return order
+
+
+def epoch_order(shards: Sequence[int], seed: int, epoch: int, num_open: int) -> list[int]:
+    """Returns the order of an epoch's samples, given the shard of each.
+
+    With more shards than `num_open` it is drawn from so many at a time, chosen at random: a sample comes from anywhere
+    in the store, while the reads stay within a few files.
+    """
     generator = torch.Generator().manual_seed(seed * EPOCH_STRIDE + epoch)
-    order: list[int] = torch.randperm(num_samples, generator=generator).tolist()
+    members: dict[int, list[int]] = {}
+    for sample, shard in enumerate(shards):
+        members.setdefault(shard, []).append(sample)
+    if len(members) <= num_open:
+        everywhere: list[int] = torch.randperm(len(shards), generator=generator).tolist()
+        return everywhere
+    waiting = [list(members)[i] for i in torch.randperm(len(members), generator=generator).tolist()][::-1]
+    drawn = torch.rand(len(shards), generator=generator, dtype=torch.float64).tolist()
+    left = {shard: len(samples) for shard, samples in members.items()}
+    pool = [sample for _ in range(num_open) for sample in members[waiting.pop()]]
+    order = []
+    for share in drawn:
+        at = int(share * len(pool))
+        pool[at], pool[-1] = pool[-1], pool[at]
+        sample = pool.pop()
+        order.append(sample)
+        left[shards[sample]] -= 1
+        if left[shards[sample]] == 0 and waiting:
+            pool += members[waiting.pop()]
     return order
 
 

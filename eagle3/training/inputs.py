@@ -54,7 +54,7 @@ def load_inputs(config: TrainConfig) -> Inputs:
             train or to validate on.
     """
     check_settings(config)
-    store = FeatureStore(Path(config.data.path))
+    store = FeatureStore(config.data.path, config.data.cache_bytes)
     target_path = Path(config.target.path)
     target_config = load_target_config(target_path)
     capture_layers = config.target.capture_layers
@@ -100,6 +100,9 @@ def check_settings(config: TrainConfig) -> None:
         "run.log_every": config.run.log_every,
         "run.keep_last": config.run.keep_last,
         "data.max_tokens": config.data.max_tokens,
+        "data.shuffle_shards": config.data.shuffle_shards,
+        "data.read_threads": config.data.read_threads,
+        "data.prefetch_steps": config.data.prefetch_steps,
     }
     sizes = {f"draft.{name}": getattr(config.draft, name) for name in DRAFT_SIZES}
     at_least_one |= {name: size for name, size in sizes.items() if size is not None}

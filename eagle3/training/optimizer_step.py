@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from eagle3.config import ObjectiveConfig, OptimizerConfig
-from eagle3.draft.ttt import PackedSequences
 from eagle3.training.batches import StepBatch
 from eagle3.training.distributed import reduce_sum
 from eagle3.training.engine import Engine
+from eagle3.training.packs import CodedPack, on_device
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,9 @@ def take_step(engine: Engine, batch: StepBatch, *, learning_rate: float, stop_re
 
     losses = torch.zeros(len(batch.packs), size, dtype=torch.float64, device=device)  # of every pack of every rank
     sums = torch.zeros(4, objective.ttt_steps, dtype=torch.float64, device=device)
-    for index, packed in enumerate(batch.packs):
+    for index, packed in enumerate(on_device(batch.packs, device)):
         with engine.accumulating(is_last=index == len(batch.packs) - 1):
-            loss, pack_sums = engine.model(packed.to(device), step_weights if index < num_real else 0 * step_weights)
+            loss, pack_sums = engine.model(packed, step_weights if index < num_real else 0 * step_weights)
             engine.backward(loss)
         if index < num_real:
             losses[index, engine.world.rank] = loss.detach()
@@ -108,11 +108,11 @@ def take_step(engine: Engine, batch: StepBatch, *, learning_rate: float, stop_re
     return StepResult(MetricSums(*total[: sums.numel()].view_as(sums)), grad_norm, bool(total[-1] > 0))
 
 
-def count_rows(packs: Sequence[PackedSequences], ttt_steps: int) -> Tensor:  # (K,) fp64
+def count_rows(packs: Sequence[CodedPack], ttt_steps: int) -> Tensor:  # (K,) fp64
     """Returns how many rows the packs count at each draft step."""
     counts = torch.zeros(ttt_steps, dtype=torch.float64)
     for packed in packs:
-        counts += torch.tensor([rows.numel() for rows in packed.counted(ttt_steps)], dtype=torch.float64)
+        counts += torch.tensor([rows.numel() for rows in packed.tokens.counted(ttt_steps)], dtype=torch.float64)
     return counts
 
 

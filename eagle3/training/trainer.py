@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import signal
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from eagle3.training.engine import Engine, TTTModule
 from eagle3.training.inputs import Inputs, load_inputs
 from eagle3.training.model_card import model_card
 from eagle3.training.optimizer_step import learning_rate_at, take_step
+from eagle3.training.prefetch import prefetched
 from eagle3.training.progress import StepLog, progress_bars
 from eagle3.training.results import HELD_OUT, show_inputs, show_results
 from eagle3.training.validation import Validation, validate
@@ -78,7 +80,14 @@ def train_among_ranks(config: TrainConfig, inputs: Inputs, accelerator: Accelera
     engine = Engine(config, accelerator, world, module)
     precision = "bf16 with fp32 master weights" if module.bf16 else "fp32"
     logger.info("%s on %s, %s", engine.setup, world.device, precision)
-    batches = Batches(inputs.store, inputs.train_indices, config.data, world.rank, world.size)
+    batches = Batches(
+        inputs.store,
+        inputs.train_indices,
+        config.data,
+        world.rank,
+        world.size,
+        pin=world.device.type == "cuda",
+    )
     num_steps = config.run.epochs * batches.steps_per_epoch
     if config.run.max_steps is not None:
         num_steps = min(num_steps, config.run.max_steps)
@@ -101,7 +110,9 @@ def take_steps(run: Run, state: TrainState, tracker: Tracker | None, stop: "Stop
     log = StepLog(config.objective, run.num_steps, run.batches.steps_per_epoch, tracker, engine.world.size)
     first_step = saved_step = state.step
     saved_state = state
-    with progress_bars(shown=engine.world.is_main) as bars:
+    positions = itertools.islice(run.batches.positions(state.position), run.num_steps - state.step)
+    loaded = prefetched(run.batches.load, positions, config.data.prefetch_steps)
+    with progress_bars(shown=engine.world.is_main) as bars, contextlib.closing(loaded):
         steps_bar = bars.add_task("steps", total=run.num_steps, completed=state.step)
         while True:
             # Validation comes first, so that a checkpoint knows the tau of its step; step 0 is the untrained drafter.
@@ -117,7 +128,7 @@ def take_steps(run: Run, state: TrainState, tracker: Tracker | None, stop: "Stop
                 return state
 
             with log.clock():
-                batch = run.batches.load(state.position)
+                batch = next(loaded)
                 learning_rate = learning_rate_at(state.step + 1, run.num_steps, config.optimizer)
                 result = take_step(engine, batch, learning_rate=learning_rate, stop_requested=stop.requested)
             state = dataclasses.replace(state, step=state.step + 1, position=batch.next_position)

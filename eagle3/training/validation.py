@@ -9,14 +9,17 @@ import torch
 from rich.progress import Progress
 
 from eagle3.draft.acceptance import Acceptance, answer_rounds, summarise
-from eagle3.draft.questions import Question, of_samples
-from eagle3.draft.ttt import chain_matches, pack
+from eagle3.draft.questions import Question, of_pack
+from eagle3.draft.ttt import chain_matches
 from eagle3.features.store import FeatureStore
 from eagle3.training.batches import deal
 from eagle3.training.distributed import World, gather, reduce_sum
 from eagle3.training.engine import TTTModule
 from eagle3.training.optimizer_step import MetricSums
+from eagle3.training.packs import PackReader, on_device
+from eagle3.training.prefetch import prefetched
 
+READ_THREADS = 4
 BOOTSTRAP_SEED = 0  # of the interval alone: the same for every validation, so that two can be compared
 
 
@@ -39,14 +42,15 @@ def validate(
     questions: list[Question] = []
     packs = deal([store.entries[index].num_tokens for index in indices], batch_tokens, world.size)
     bar = bars.add_task("held-out samples", total=len(indices) / world.size)
-    for members in packs[world.rank :: world.size]:
-        samples = [store[indices[i]] for i in members]
-        packed = pack(samples).to(world.device)
+    reader = PackReader(store, READ_THREADS, pin=world.device.type == "cuda")
+    wanted = ([indices[i] for i in members] for members in packs[world.rank :: world.size] if members)
+    for coded in prefetched(reader.read, wanted, depth=2):
+        (packed,) = on_device([coded], world.device)
         sums += module(packed)[1]
         with module.autocast():
             chains = chain_matches(module.drafter, module.target.embed_tokens, packed, ttt_steps)
-        questions += of_samples(samples, answer_rounds(packed, chains))
-        bars.advance(bar, len(members))
+        questions += of_pack(coded.tokens, answer_rounds(packed, chains))
+        bars.advance(bar, len(packed.sample_ids))
     bars.remove_task(bar)
     # By sample, so that the resampling does not depend on how they were dealt; answers of one stay in order.
     everywhere = sorted((each for part in gather(questions) for each in part), key=lambda each: each.answer.sample_id)

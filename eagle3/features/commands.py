@@ -1,0 +1,187 @@
+"""`python -m eagle3 features`: look into stores, check them, and make new ones of them."""
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import get_args
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from eagle3.config import StoreConfig, UserError
+from eagle3.features.codec import Codec
+from eagle3.features.index import verify_store
+from eagle3.features.location import Location
+from eagle3.features.manifest import MANIFEST_NAME, load_manifest
+from eagle3.features.rewrite import combined_manifest, select, write_selection
+from eagle3.features.statistics import error_of_codecs, lengths_of, sizes_of
+from eagle3.features.store import FeatureStore
+
+NUM_LISTED = 10  # samples that `inspect` shows
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs one of the commands; returns 1 where a store is damaged."""
+    parser = argparse.ArgumentParser(prog="eagle3 features", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, run: Callable[[argparse.Namespace], int | None], text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(run=run)
+        return command
+
+    command = add("inspect", inspect, "prints what a store says of itself, and its first samples")
+    command.add_argument("store", help="a directory or a URL")
+    command = add("verify", verify, "reads every byte of stores and compares it with what was written")
+    command.add_argument("stores", nargs="+", metavar="store")
+    command = add("stats", stats, "prints lengths, and what each codec would cost in bytes and in error")
+    command.add_argument("store")
+    command.add_argument("--samples", type=int, default=50, help="samples that the errors are measured on")
+    command = add("merge", merge, "makes one store of several")
+    command.add_argument("out", type=Path)
+    command.add_argument("stores", nargs="+", metavar="store")
+    add_writing_arguments(command)
+    command = add("convert", convert, "makes a store in another codec")
+    command.add_argument("store")
+    command.add_argument("out", type=Path)
+    add_writing_arguments(command, codec_is_required=True)
+    command = add("drop", drop, "makes a store without some samples")
+    command.add_argument("store")
+    command.add_argument("out", type=Path)
+    command.add_argument("--ids", type=Path, help="a file of sample ids, one a line")
+    command.add_argument("--max-tokens", type=int, help="drop what is longer")
+    add_writing_arguments(command)
+    arguments = parser.parse_args(argv)
+    return arguments.run(arguments) or 0
+
+
+def add_writing_arguments(command: argparse.ArgumentParser, *, codec_is_required: bool = False) -> None:
+    """Adds what all commands take that write a store."""
+    command.add_argument("--codec", choices=get_args(Codec), required=codec_is_required, help="of the new store")
+    command.add_argument("--shard-bytes", type=int, default=StoreConfig(path="").shard_bytes)
+    command.add_argument("--dry-run", action="store_true", help="say what would be written, and write nothing")
+
+
+def inspect(arguments: argparse.Namespace) -> None:
+    """Prints the manifest and the first samples."""
+    store = FeatureStore(arguments.store)
+    for name, value in asdict(store.manifest).items():
+        print(f"{name:24} {value}")
+    print_counts(store)
+    print(f"{'sample':40} {'shard':>6} {'tokens':>8} {'supervised':>10}  checksum")
+    for entry in store.entries[:NUM_LISTED]:
+        print(
+            f"{entry.sample_id:40} {entry.shard:6d} {entry.num_tokens:8d} {entry.num_supervised:10d}  {entry.checksum}"
+        )
+    if len(store) > NUM_LISTED:
+        print(f"and {len(store) - NUM_LISTED} more")
+
+
+def verify(arguments: argparse.Namespace) -> int:
+    """Checks stores; damage is counted and named, and makes the result 1."""
+    num_problems = 0
+    for where in arguments.stores:
+        location = Location(where)
+        names = location.sizes()
+        if MANIFEST_NAME not in names:
+            load_manifest(location)  # raises
+        num_bytes = sum(size for name, size in names.items() if name.startswith("shard-"))
+        with progress_bar("verifying", num_bytes) as advance:
+            problems = verify_store(where, advance)
+        for problem in problems:
+            print(problem)
+        num_problems += len(problems)
+        if problems:
+            print(f"{where}: {len(problems)} problem(s)")
+            continue
+        store = FeatureStore(where)
+        manifest = store.manifest
+        print_counts(store)
+        for name in ("target_config_digest", "target_revision", "tokenizer_digest", "chat_template_digest"):
+            print(f"{name:24} {getattr(manifest, name)}")
+        print(f"{'prompts_digest':24} {manifest.prompts_digest}")
+        print(f"{where}: OK")
+    return min(1, num_problems)
+
+
+def stats(arguments: argparse.Namespace) -> None:
+    """Prints lengths, bytes a token in each codec, and the errors that the lossy ones make of this store's states."""
+    store = FeatureStore(arguments.store)
+    print_counts(store)
+    for line in (*lengths_of(store), *sizes_of(store)):
+        print(line)
+    with progress_bar("coding", min(arguments.samples, len(store))) as advance:
+        lines = error_of_codecs(store, arguments.samples, advance)
+    for line in lines:
+        print(line)
+
+
+def merge(arguments: argparse.Namespace) -> None:
+    """Makes one store of several."""
+    _rewrite(arguments, arguments.stores)
+
+
+def convert(arguments: argparse.Namespace) -> None:
+    """Makes a store in another codec."""
+    _rewrite(arguments, [arguments.store])
+
+
+def drop(arguments: argparse.Namespace) -> None:
+    """Makes a store without some samples."""
+    if arguments.ids is None and arguments.max_tokens is None:
+        raise UserError("drop must be told what, got neither --ids nor --max-tokens; name one")
+    ids = [] if arguments.ids is None else arguments.ids.read_text(encoding="utf-8").splitlines()
+    _rewrite(arguments, [arguments.store], frozenset(filter(None, ids)), arguments.max_tokens)
+
+
+def _rewrite(
+    arguments: argparse.Namespace,
+    sources: Sequence[str],
+    drop_ids: frozenset[str] = frozenset(),
+    max_tokens: int | None = None,
+) -> None:
+    stores = [FeatureStore(source) for source in sources]
+    manifest = combined_manifest(stores, arguments.codec)
+    selection = select(stores, drop_ids=drop_ids, max_tokens=max_tokens)
+    if selection.unknown_ids:
+        raise UserError(
+            f"ids to drop must be in the store, got {len(selection.unknown_ids)} that are not, first "
+            f"{selection.unknown_ids[0]!r} ({arguments.ids}); correct the file"
+        )
+    num_bytes = selection.num_bytes(manifest.codec)
+    print(
+        f"{selection.num_samples:,} samples, {selection.num_tokens:,} tokens, about {num_bytes / 1e9:,.3f} GB in "
+        f"{manifest.codec} to {arguments.out}; dropped {selection.num_dropped:,}, copies {selection.num_copies:,}"
+    )
+    if arguments.dry_run:
+        print("nothing written: --dry-run")
+        return
+    with progress_bar("writing", selection.num_tokens) as advance:
+        num_written = write_selection(
+            selection, arguments.out, manifest, shard_bytes=arguments.shard_bytes, advance=advance
+        )
+    print(f"wrote {num_written:,} samples; {selection.num_samples - num_written:,} were there")
+
+
+def print_counts(store: FeatureStore) -> None:
+    """Prints how much a store holds."""
+    num_supervised = sum(entry.num_supervised for entry in store.entries)
+    print(
+        f"{len(store):,} samples in {len({entry.shard for entry in store.entries}):,} shards, {store.num_tokens:,} "
+        f"tokens, {num_supervised:,} supervised, {store.num_bytes:,} bytes, "
+        f"{store.num_bytes / max(1, store.num_tokens):,.0f} a token"
+    )
+
+
+@contextmanager
+def progress_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Shows a bar on a terminal; yields what moves it on."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(show_speed=True))
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task(title, total=total)
+        yield lambda amount: progress.advance(task, amount)

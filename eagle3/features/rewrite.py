@@ -1,0 +1,159 @@
+"""A new store made of others: merged, in another codec, without some samples.
+
+The sources stay as they are. A sample that the new store has already is not written again, so the same command goes on
+where it was stopped.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import xxhash
+
+from eagle3.config import UserError
+from eagle3.features.codec import EXACT_CODECS, Codec, state_bytes
+from eagle3.features.manifest import Manifest
+from eagle3.features.shard import ENTRY_BYTES, IndexEntry
+from eagle3.features.store import FeatureStore
+from eagle3.features.writer import FeatureWriter
+
+# What two stores may differ in and still become one: where the prompts came from, and how the answers were made.
+MAY_DIFFER = {"prompts_digest", "generation", "git_commit", "codec", "last_rows", "target_path", "engine_version"}
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which samples of some stores go into a new one."""
+
+    stores: list[FeatureStore]
+    kept: list[list[int]]  # of each store
+    num_dropped: int  # left out on purpose
+    num_copies: int  # the same sample in a later store
+    unknown_ids: list[str] = field(default_factory=list)  # to be dropped, but in no store
+
+    @property
+    def entries(self) -> list[tuple[FeatureStore, IndexEntry]]:
+        """The samples that are kept, with their stores."""
+        pairs = zip(self.stores, self.kept, strict=True)
+        return [(store, store.entries[index]) for store, indices in pairs for index in indices]
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that are kept."""
+        return sum(map(len, self.kept))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the samples that are kept."""
+        return sum(entry.num_tokens for _, entry in self.entries)
+
+    def num_bytes(self, codec: Codec) -> int:
+        """Returns about how many bytes they will take."""
+        manifest = self.stores[0].manifest
+        size = state_bytes(codec, manifest.hidden_size)
+        return sum(
+            ENTRY_BYTES + entry.num_tokens * (len(manifest.capture_layers) * size + 9) + entry.num_last * (size + 8)
+            for _, entry in self.entries
+        )
+
+
+def select(
+    stores: Sequence[FeatureStore], *, drop_ids: frozenset[str] = frozenset(), max_tokens: int | None = None
+) -> Selection:
+    """Chooses the samples of a new store.
+
+    Raises:
+        UserError: two stores have different samples under one id, or nothing is left.
+    """
+    seen: dict[str, tuple[FeatureStore, IndexEntry]] = {}
+    kept: list[list[int]] = []
+    num_dropped = num_copies = 0
+    known: set[str] = set()
+    for store in stores:
+        kept.append([])
+        for index, entry in enumerate(store.entries):
+            known.add(entry.sample_id)
+            if entry.sample_id in drop_ids or (max_tokens is not None and entry.num_tokens > max_tokens):
+                num_dropped += 1
+            elif entry.sample_id not in seen:
+                seen[entry.sample_id] = (store, entry)
+                kept[-1].append(index)
+            elif entry.checksum == seen[entry.sample_id][1].checksum:
+                num_copies += 1
+            else:
+                raise UserError(
+                    f"a sample must be the same wherever it is stored, got another {entry.sample_id!r} in "
+                    f"{store.path} than in {seen[entry.sample_id][0].path}; drop it from one of them first"
+                )
+    if not seen:
+        raise UserError(
+            f"a new store must hold samples, got none left of {', '.join(str(store.path) for store in stores)}; "
+            f"drop fewer"
+        )
+    return Selection(list(stores), kept, num_dropped, num_copies, sorted(drop_ids - known))
+
+
+def combined_manifest(stores: Sequence[FeatureStore], codec: Codec | None) -> Manifest:
+    """Returns what a store made of others says of itself; `codec` None keeps theirs.
+
+    Raises:
+        UserError: they are of different targets or layers, or have different codecs, or the codec is of another dtype.
+    """
+    first, *others = [store.manifest for store in stores]
+    problems = []
+    for store, manifest in zip(stores[1:], others, strict=True):
+        for each in dataclasses.fields(Manifest):
+            before, now = getattr(first, each.name), getattr(manifest, each.name)
+            if each.name not in MAY_DIFFER and before != now:
+                problems.append(f"  {each.name} must be {before!r}, as in {stores[0].path}, got {now!r} ({store.path})")
+    codecs = {manifest.codec for manifest in (first, *others)}
+    if codec is None and len(codecs) > 1:
+        problems.append(f"  codec must be one, got {', '.join(sorted(codecs))}; name the new store's with --codec")
+    wanted = codec or first.codec
+    exact = EXACT_CODECS[stores[0].dtype]
+    if wanted in EXACT_CODECS.values() and wanted != exact:
+        problems.append(f"  codec must be {exact}, int8 or fp8 for states in {first.dtype}, got {wanted}")
+    if problems:
+        raise UserError("stores must belong together to become one:\n" + "\n".join(problems))
+    digests = sorted({manifest.prompts_digest for manifest in (first, *others)})
+    generations = []
+    for manifest in (first, *others):
+        if manifest.generation not in generations:
+            generations.append(manifest.generation)
+    return dataclasses.replace(
+        first,
+        codec=wanted,
+        prompts_digest=digests[0] if len(digests) == 1 else xxhash.xxh3_128_hexdigest(json.dumps(digests).encode()),
+        generation=generations[0] if len(generations) == 1 else {"merged": generations},
+        last_rows="all" if all(manifest.last_rows == "all" for manifest in (first, *others)) else "supervised",
+    )
+
+
+def write_selection(
+    selection: Selection,
+    path: Path,
+    manifest: Manifest,
+    *,
+    shard_bytes: int,
+    advance: Callable[[int], None] = lambda num_tokens: None,
+) -> int:
+    """Writes the selected samples to a new store, or goes on with it; returns how many were written now.
+
+    Raises:
+        UserError: a source is damaged, the directory holds something else, or the disk is full.
+    """
+    num_written = 0
+    with FeatureWriter(path, manifest, shard_bytes) as writer:
+        for store, indices in zip(selection.stores, selection.kept, strict=True):
+            for index in indices:
+                entry = store.entries[index]
+                if entry.sample_id not in writer.stored_ids:
+                    if store.manifest.codec == manifest.codec:
+                        writer.write_stored(store.read_stored(index))
+                    else:
+                        writer.write(store[index])
+                    num_written += 1
+                advance(entry.num_tokens)
+    return num_written

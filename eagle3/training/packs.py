@@ -1,0 +1,148 @@
+"""Samples of a store as micro-batches: read into pinned memory, copied while the GPU works, decoded there.
+
+The states stay coded until they are on the device that trains, so that half the bytes cross the disk and the bus.
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from eagle3.draft.ttt import PackedSequences, check_last_rows
+from eagle3.features.codec import CodedStates, decode
+from eagle3.features.store import FeatureStore
+from eagle3.features.stored import LAST_COLUMNS, coded_states
+
+
+@dataclass(frozen=True)
+class CodedPack:
+    """A micro-batch whose states are as they were stored."""
+
+    tokens: PackedSequences  # its states are empty
+    aux: CodedStates  # T rows
+    last: CodedStates  # S rows
+    dtype: torch.dtype  # of the decoded states
+    hidden_size: int  # D
+
+    @classmethod
+    def of(cls, packed: PackedSequences) -> "CodedPack":
+        """Wraps a pack whose states are exact."""
+        none = packed.last_hidden_states.new_zeros(0, 0)
+        return cls(
+            tokens=replace(packed, aux_hidden_states=none, last_hidden_states=none),
+            aux=CodedStates(packed.aux_hidden_states),
+            last=CodedStates(packed.last_hidden_states),
+            dtype=packed.last_hidden_states.dtype,
+            hidden_size=packed.last_hidden_states.shape[1],
+        )
+
+    def to(self, device: torch.device) -> "CodedPack":
+        """Copies to a device, without a wait where the memory is pinned."""
+        return replace(self, tokens=self.tokens.to(device), aux=self.aux.to(device), last=self.last.to(device))
+
+    def decoded(self) -> PackedSequences:
+        """Returns the pack with its states, on the device where they are."""
+        return replace(
+            self.tokens,
+            aux_hidden_states=decode(self.aux, self.hidden_size, self.dtype),
+            last_hidden_states=decode(self.last, self.hidden_size, self.dtype),
+        )
+
+    def tensors(self) -> list[Tensor]:
+        """Returns every tensor that `to` moves."""
+        tokens, states = self.tokens, (self.aux, self.last)
+        parts = [each for one in states for each in (one.codes, one.scales, one.outlier_columns, one.outliers)]
+        parts += [tokens.input_ids, tokens.positions, tokens.target_logz]
+        return [part for part in parts if part is not None]
+
+
+class PackReader:
+    """Reads samples side by side into memory that a GPU can copy from."""
+
+    def __init__(self, store: FeatureStore, num_threads: int, *, pin: bool) -> None:
+        self._store = store
+        self._pin = pin
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="reader")
+
+    def read(self, indices: Sequence[int]) -> CodedPack:
+        """Reads the samples at `indices` of the store, in that order; each byte is copied once.
+
+        Raises:
+            UserError: a sample is not what was written, or lacks the last hidden state of a supervised token.
+        """
+        store = self._store
+        entries = [store.entries[index] for index in indices]
+        shards = [store.shard(entry.shard) for entry in entries]
+        first = shards[0]
+        shared = [name for name in first.columns if all(name in shard.columns for shard in shards)]
+        num_rows = {False: sum(entry.num_tokens for entry in entries), True: sum(entry.num_last for entry in entries)}
+        columns = {
+            name: torch.empty(
+                num_rows[name in LAST_COLUMNS],
+                *first.columns[name].row_shape,
+                dtype=first.columns[name].dtype,
+                pin_memory=self._pin,
+            )
+            for name in shared
+        }
+        starts, ends = _starts([entry.num_tokens for entry in entries]), _starts([entry.num_last for entry in entries])
+        places = []
+        for at, (entry, shard) in enumerate(zip(entries, shards, strict=True)):
+            place = {}
+            for name in shard.columns:
+                count = shard.rows_of(name, entry)[1]
+                begin = (ends if name in LAST_COLUMNS else starts)[at]
+                # What not every sample has is read for the checksum alone.
+                place[name] = columns[name][begin : begin + count] if name in columns else shard.empty_rows(name, count)
+            places.append(place)
+        list(self._pool.map(store.read_into, indices, places))
+        for entry, place in zip(entries, places, strict=True):
+            check_last_rows(entry.sample_id, place["loss_mask"], place["last_rows"])
+        shifts = torch.tensor(starts).repeat_interleave(torch.tensor([entry.num_last for entry in entries]))
+        nothing = torch.zeros(0, 0)
+        tokens = PackedSequences(
+            input_ids=self._pinned(columns["input_ids"].long()),
+            positions=self._pinned(torch.cat([torch.arange(entry.num_tokens) for entry in entries])),
+            loss_mask=columns["loss_mask"],
+            document_lengths=tuple(entry.num_tokens for entry in entries),
+            aux_hidden_states=nothing,
+            target_rows=columns["last_rows"].long() + shifts,
+            last_hidden_states=nothing,
+            target_logz=columns.get("target_logz"),
+            sample_ids=tuple(entry.sample_id for entry in entries),
+        )
+        aux, last = coded_states(columns, "aux"), coded_states(columns, "last")
+        return CodedPack(tokens, aux, last, store.dtype, store.manifest.hidden_size)
+
+    def _pinned(self, tensor: Tensor) -> Tensor:
+        return tensor.pin_memory() if self._pin else tensor
+
+
+def on_device(packs: Sequence[CodedPack], device: torch.device) -> Iterator[PackedSequences]:
+    """Yields packs decoded on a device; the next one is copied there while this one is worked on."""
+    if device.type != "cuda":
+        yield from (pack.to(device).decoded() for pack in packs)
+        return
+    copying, working = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+
+    def start(pack: CodedPack) -> CodedPack:
+        with torch.cuda.stream(copying):
+            return pack.to(device)
+
+    following = start(packs[0]) if packs else None
+    for index in range(len(packs)):
+        assert following is not None
+        working.wait_stream(copying)
+        moved, following = following, None
+        for tensor in moved.tensors():
+            tensor.record_stream(working)  # allocated on the other stream: not to be given away before this one is done
+        decoded = moved.decoded()
+        if index + 1 < len(packs):
+            following = start(packs[index + 1])
+        yield decoded
+
+
+def _starts(lengths: list[int]) -> list[int]:
+    return [sum(lengths[:index]) for index in range(len(lengths))]

@@ -1,0 +1,45 @@
+"""Results come in order, a bounded number ahead, and errors in their place."""
+
+import threading
+
+import pytest
+
+from eagle3.training.prefetch import prefetched
+
+
+def test_results_come_in_order() -> None:
+    assert list(prefetched(lambda number: number * number, range(20), depth=3)) == [n * n for n in range(20)]
+    assert list(prefetched(str, [], depth=2)) == []
+
+
+def test_at_most_depth_results_are_made_ahead() -> None:
+    made: list[int] = []
+    three = threading.Event()
+
+    def load(number: int) -> int:
+        made.append(number)
+        if number == 3:
+            three.set()
+        return number
+
+    results = prefetched(load, range(100), depth=3)
+    assert next(results) == 0  # 1 and 2 may be made by now
+    assert next(results) == 1
+    assert three.wait(timeout=10)  # begun when 1 was asked for
+    results.close()
+    assert len(made) <= 4
+
+
+def test_an_error_is_raised_in_its_turn() -> None:
+    results = prefetched(lambda number: 1 // (2 - number), range(9), depth=2)
+    assert [next(results), next(results)] == [0, 1]
+    with pytest.raises(ZeroDivisionError):
+        next(results)
+
+
+def test_closing_ends_the_thread() -> None:
+    before = threading.active_count()
+    results = prefetched(str, range(10), depth=2)
+    next(results)
+    results.close()
+    assert threading.active_count() == before

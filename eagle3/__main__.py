@@ -5,15 +5,18 @@ from collections.abc import Callable, Sequence
 
 from eagle3.cli import run_command
 from eagle3.config import UserError
-from eagle3.evaluation import simulation
+from eagle3.evaluation import compare, simulation
 from eagle3.evaluation.doctor import command as doctor
 from eagle3.features import commands as features
+from eagle3.training import sweep
 
 # Each takes its arguments and returns the exit code.
 SUBCOMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "compare": compare.main,
     "doctor": doctor.main,
     "features": features.main,
     "simulate": simulation.main,
+    "sweep": sweep.main,
 }
 
 

@@ -81,7 +81,9 @@ def identify(
     runs = [read_provenance(path)["sessions"][-1]["run"] for path in inputs if (path / PROVENANCE_NAME).is_file()]
     name = config.name or run_dir.absolute().name
     before = read_provenance(run_dir)["sessions"] if resumes else []
-    run_id = before[-1]["run"]["id"] if before else uuid.uuid4().hex[:8]
+    # The agent of a W&B sweep chooses the id itself.
+    new_id = os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8]
+    run_id = before[-1]["run"]["id"] if before else new_id
     inherited = before[-1]["run"]["group"] if before else runs[0]["group"] if runs else f"{name}-{run_id}"
     return Identity(run_id, name, config.group or inherited, job_type, [run["id"] for run in runs])
 

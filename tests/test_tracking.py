@@ -124,6 +124,13 @@ def test_what_reads_a_run_belongs_to_its_experiment(tmp_path: Path) -> None:
     assert (named.name, named.group, named.inputs) == ("n", "g", [trained.id])
 
 
+def test_the_agent_of_a_sweep_chooses_the_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_RUN_ID", "chosen01")
+    assert identify(tmp_path, TrackingConfig(), "train").id == "chosen01"
+    note(tmp_path)
+    assert identify(tmp_path, TrackingConfig(), "train", resumes=True).id == IDENTITY.id
+
+
 def test_changes_that_are_not_committed_are_kept_as_a_patch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, run, clone = tmp_path / "code", tmp_path / "run", tmp_path / "clone"
     code.mkdir()

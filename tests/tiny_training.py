@@ -30,6 +30,14 @@ MASKS = [[0] * 5 + [1] * 9, [0] * 3 + [1] * 14, [0] * 8 + [1] * 6, [0] * 4 + [1]
 
 def write_store(path: Path, target: Path, num_samples: int = 30) -> Path:
     """Writes samples in which each token follows from the one before, and the target is sure of it."""
+    lm_head = load_target_weights(target).lm_head
+    return write_manifest_and_samples(
+        path, target, [learnable_sample(number, lm_head) for number in range(num_samples)]
+    )
+
+
+def write_manifest_and_samples(path: Path, target: Path, samples: list[FeatureSample]) -> Path:
+    """Writes a store of the target's features."""
     manifest = Manifest(
         target_path=str(target),
         target_config_digest=digest_target_config(target),
@@ -47,10 +55,9 @@ def write_store(path: Path, target: Path, num_samples: int = 30) -> Path:
         prompts_digest="p0",
         last_rows="supervised",
     )
-    lm_head = load_target_weights(target).lm_head
     with FeatureWriter(path, manifest, shard_bytes=2**20) as writer:
-        for number in range(num_samples):
-            writer.write(learnable_sample(number, lm_head))
+        for sample in samples:
+            writer.write(sample)
     return path
 
 

@@ -1,0 +1,171 @@
+"""What is compared: runs with their settings, curves and questions, read from directories or from W&B.
+
+Either way a run is what its provenance, its metric lines and its questions say; nothing is taken from a file name.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eagle3.board import Identity, curves
+from eagle3.config import UserError
+from eagle3.draft.questions import QUESTIONS_NAME, Question, read_questions
+from eagle3.tracking import METRICS_NAME, PROVENANCE_NAME, read_provenance
+
+RESULT_NAME = "result.json"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training or one evaluation."""
+
+    source: str  # as the user named it, or where it was found
+    identity: Identity
+    provenance: dict[str, Any]  # the newest session of run.json, without its config
+    config: dict[str, Any]
+    lines: list[dict[str, float]]  # one per logged step, with a "step"; of an evaluation one, its headlines
+    questions: dict[str, list[Question]]  # by measure
+
+    @property
+    def num_draft_tokens(self) -> int | None:
+        """K of its questions; None where the run did not get so far."""
+        if self.identity.job_type == "train":
+            return int(self.provenance["num_draft_tokens"])
+        return int(self.lines[-1]["num_draft_tokens"]) if self.lines else None
+
+    def curve(self, name: str) -> dict[int, float]:
+        """Returns a metric by step."""
+        return {int(line["step"]): line[name] for line in self.lines if name in line}
+
+    def total(self, name: str) -> float:
+        """Returns the sum of a metric that each line has its share of."""
+        return sum(line[name] for line in self.lines if name in line)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A column of the comparison: a training, the evaluation of its drafter, or both."""
+
+    name: str
+    training: Run | None
+    evaluation: Run | None
+
+    def runs(self) -> list[Run]:
+        """Returns what there is of both."""
+        return [run for run in (self.training, self.evaluation) if run is not None]
+
+    def questions(self, measure: str) -> list[Question]:
+        """Returns the counters of a measure; none if it was not taken."""
+        return next((run.questions[measure] for run in self.runs() if measure in run.questions), [])
+
+    def num_draft_tokens(self, measure: str) -> int | None:
+        """K of a measure."""
+        return next((run.num_draft_tokens for run in self.runs() if measure in run.questions), None)
+
+
+def read_directory(directory: Path) -> list[Run]:
+    """Reads the run in a directory, or those in its sub-directories; an evaluation comes with the training it names.
+
+    Raises:
+        UserError: there is none, or one of its files is damaged.
+    """
+    if (directory / PROVENANCE_NAME).is_file():
+        run = read_run(directory)
+        drafter = run.config.get("drafter")
+        trained_in = Path(drafter).parent if drafter is not None else None
+        if run.identity.job_type == "evaluate" and trained_in is not None and _is_of(trained_in, run.identity.inputs):
+            return [run, read_run(trained_in)]
+        return [run]
+    runs = [read_run(path.parent) for path in sorted(directory.glob(f"*/{PROVENANCE_NAME}"))]
+    runs = [run for run in runs if run.identity.job_type != "extract"]
+    if not runs:
+        raise UserError(
+            f"a run to compare must be a directory with a {PROVENANCE_NAME}, got none in it or below ({directory}); "
+            f"name what train.py or evaluate.py wrote, a wandb directory, or entity/project/run"
+        )
+    return runs
+
+
+def read_run(directory: Path) -> Run:
+    """Reads one run's directory.
+
+    Raises:
+        UserError: a file of it is damaged.
+    """
+    sessions = read_provenance(directory)["sessions"]
+    if not sessions:
+        raise UserError(f"{PROVENANCE_NAME} must hold a session, got none ({directory}); name another run")
+    questions = directory / QUESTIONS_NAME
+    metrics, result = directory / METRICS_NAME, directory / RESULT_NAME
+    lines: list[dict[str, float]] = []
+    if metrics.is_file():
+        lines = [curves(json.loads(line)) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    elif result.is_file():
+        values = json.loads(result.read_text(encoding="utf-8"))
+        lines = [{"step": 0, **{name: value for name, value in values.items() if isinstance(value, int | float)}}]
+    return make_run(
+        str(directory),
+        sessions[-1],
+        sessions[-1]["config"],
+        lines,
+        read_questions(questions) if questions.is_file() else {},
+    )
+
+
+def make_run(
+    source: str,
+    provenance: Mapping[str, Any],
+    config: Mapping[str, Any],
+    lines: Sequence[dict[str, float]],
+    questions: dict[str, list[Question]],
+) -> Run:
+    """Returns a run, wherever its parts were read."""
+    rest = {name: value for name, value in provenance.items() if name not in ("config", "run")}
+    return Run(source, Identity(**provenance["run"]), rest, dict(config), list(lines), questions)
+
+
+def line_up(runs: Iterable[Run]) -> list[Contender]:
+    """Makes one column of a training and the evaluation of its drafter, in the order in which they were named.
+
+    A run that was named twice is one column; of two evaluations of one training each is a column.
+    """
+    runs = list({run.identity.id: run for run in runs}.values())
+    trainings = {run.identity.id: run for run in runs if run.identity.job_type == "train"}
+    contenders: list[Contender] = []
+    joined: set[str] = set()
+    for run in runs:
+        if run.identity.job_type == "evaluate":
+            trained_by = next((trainings[each] for each in run.identity.inputs if each in trainings), None)
+            contenders.append(Contender(run.identity.name, trained_by, run))
+            joined |= {trained_by.identity.id} if trained_by is not None else set()
+    alone = [run for run in trainings.values() if run.identity.id not in joined]
+    contenders += [Contender(run.identity.name, run, None) for run in alone]
+    order = [run.identity.id for run in runs]
+    contenders.sort(key=lambda contender: min(order.index(run.identity.id) for run in contender.runs()))
+    return _named(contenders)
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns nested settings by dotted name."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return found
+
+
+def _named(contenders: list[Contender]) -> list[Contender]:
+    """Names columns after their training, which says more than that of an evaluation; of one name, with their ids."""
+    names = [contender.runs()[0].identity.name for contender in contenders]
+    return [
+        dataclasses.replace(each, name=f"{name} {each.runs()[-1].identity.id}" if names.count(name) > 1 else name)
+        for name, each in zip(names, contenders, strict=True)
+    ]
+
+
+def _is_of(directory: Path, ids: Sequence[str]) -> bool:
+    """Tells whether a directory still holds one of these runs, and not a later one."""
+    sessions = read_provenance(directory)["sessions"]
+    return bool(sessions) and sessions[-1]["run"]["id"] in ids

@@ -20,7 +20,16 @@ from eagle3.features.store import FeatureStore
 from eagle3.features.writer import FeatureWriter
 
 # What two stores may differ in and still become one: where the prompts came from, and how the answers were made.
-MAY_DIFFER = {"prompts_digest", "generation", "git_commit", "codec", "last_rows", "target_path", "engine_version"}
+MAY_DIFFER = {
+    "prompts_digest",
+    "generation",
+    "git_commit",
+    "engine_facts",
+    "codec",
+    "last_rows",
+    "target_path",
+    "engine_version",
+}
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ from eagle3.files import PRIVATE, sync, write_whole
 logger = logging.getLogger(__name__)
 
 LOCK_NAME = "lock"
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, a quota, a limit on file sizes
 
 
 class QuotaReached(UserError):  # noqa: N818 - a clean end, not an error
@@ -76,6 +77,14 @@ class FeatureWriter:
         self._lock = _lock(path, writer)
         try:
             records = _open_for_writing(path, manifest, writer)
+        except OSError as error:
+            self._lock.close()
+            if error.errno in FULL:
+                raise UserError(
+                    f"the disk must take the index of the store, got {error} ({path}); free some space and run the "
+                    f"same command again"
+                ) from error
+            raise
         except BaseException:
             self._lock.close()
             raise
@@ -177,7 +186,7 @@ class FeatureWriter:
             append_to_index(self.path, self.writer, record)
         except OSError as error:
             temporary.unlink(missing_ok=True)
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            if error.errno in FULL:
                 raise self._disk_full(num_bytes, str(error)) from error
             raise
         self.num_bytes += record.num_bytes
@@ -224,7 +233,8 @@ def _lock(path: Path, writer: int) -> TextIO:
 
 def _open_for_writing(path: Path, manifest: Manifest, writer: int) -> list[ShardRecord]:
     # The lock is held, so these temp files belong to a run that died.
-    for stale in (path / f"shard-{writer}.tmp", path / f"manifest-{writer}.tmp", path / f"index-{writer}.tmp"):
+    names = [f"shard-{writer}.tmp", f"manifest-{writer}.tmp", Path(index_name(writer)).with_suffix(".tmp").name]
+    for stale in (path / name for name in names):
         if stale.exists():
             logger.warning("removed %s, left by a run that was killed", stale)
             stale.unlink()

@@ -55,6 +55,9 @@ class PromptsConfig:
     chat_template: str | None = None  # a file with a template that replaces the tokenizer's
     too_long: Literal["drop", "truncate", "split"] = "drop"  # of given answers: truncate and split cut between turns
     train_on: Literal["all", "last"] = "all"  # which assistant turns are supervised, where answers are given
+    near_duplicates: Literal["keep", "drop"] = "keep"  # rows whose questions are almost those of an earlier row
+    exclude: list[str] = field(default_factory=list)  # question sets, as path; rows with their questions are dropped
+    num_workers: int | None = None  # processes that render; 0: none; null: the cores, for files above 16 MB
     max_row_bytes: int = 4 * 2**20  # larger rows are not tokenized but refused and counted
     fail_on_bad_row: bool = False  # true: the first malformed row ends the run
 

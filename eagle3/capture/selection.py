@@ -3,8 +3,9 @@
 Nothing here runs the target, so that a whole file is known before anything is spent.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from rich.console import Console
@@ -13,10 +14,10 @@ from rich.progress import Progress, SpinnerColumn, TaskProgressColumn, TextColum
 from eagle3.capture.regenerate import count_user_turns
 from eagle3.config import PromptsConfig, RegenerateConfig, UserError
 from eagle3.plan import SampleSize
-from eagle3.prompts.answers import RenderingError
-from eagle3.prompts.conversations import BadRow, Conversation, read_conversations
+from eagle3.prompts.conversations import BadRow, Conversation
 from eagle3.prompts.lengths import fit, render_row
 from eagle3.prompts.rendering import ChatRenderer
+from eagle3.prompts.workers import examine_rows
 
 
 @dataclass(frozen=True)
@@ -64,15 +65,14 @@ def select_rows(
     columns = (SpinnerColumn(), TextColumn("reading prompts"), TaskProgressColumn(show_speed=True), TimeElapsedColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        for row in progress.track(read_conversations(path, prompts.max_row_bytes), total=None):
-            result: list[Row] | BadRow | TooLong
-            if isinstance(row, BadRow):
-                result = row
-            else:
-                result = _examine(row, renderer, regenerate, max_tokens, prompts.too_long)
+        make_examine = partial(_make_examine, renderer, regenerate, max_tokens, prompts.too_long)
+        for examined in progress.track(examine_rows(prompts, make_examine, keep_rows=True), total=None):
+            row = examined.row
+            result = row if isinstance(row, BadRow) else examined.result
+            assert result is not None, row
             if isinstance(result, list):
                 selection.rows.extend(result)
-                if len(result) > 1 or result[0].conversation is not row:
+                if [each.conversation for each in result] != [row]:
                     selection.shortened.append(row.line)
             elif isinstance(result, TooLong):
                 selection.too_long.append(result)
@@ -92,22 +92,28 @@ def select_rows(
     return selection
 
 
-def _examine(
-    row: Conversation,
+def _make_examine(
     renderer: ChatRenderer,
     regenerate: RegenerateConfig,
     max_tokens: int,
     too_long: Literal["drop", "truncate", "split"],
+) -> Callable[[Conversation], list[Row] | BadRow | TooLong]:
+    return partial(_examine, renderer, regenerate, max_tokens, too_long)
+
+
+def _examine(
+    renderer: ChatRenderer,
+    regenerate: RegenerateConfig,
+    max_tokens: int,
+    too_long: Literal["drop", "truncate", "split"],
+    row: Conversation,
 ) -> list[Row] | BadRow | TooLong:
-    try:
-        if regenerate.enabled:
-            return _size_with_answers_to_come(row, renderer, regenerate.max_new_tokens, max_tokens)
-        rendered = render_row(renderer, row)
-        if not any(rendered.loss_mask):
-            return BadRow(row.line, "row must have an assistant turn to learn from, got none", row.file)
-        samples = fit(renderer, row, rendered, max_tokens=max_tokens, too_long=too_long)
-    except RenderingError as error:
-        return BadRow(row.line, str(error), row.file)
+    if regenerate.enabled:
+        return _size_with_answers_to_come(row, renderer, regenerate.max_new_tokens, max_tokens)
+    rendered = render_row(renderer, row)
+    if not any(rendered.loss_mask):
+        return BadRow(row.line, "row must have an assistant turn to learn from, got none", row.file)
+    samples = fit(renderer, row, rendered, max_tokens=max_tokens, too_long=too_long)
     if not samples:
         reason = f"row must have at most {max_tokens} tokens, got {len(rendered.input_ids)}"
         return TooLong(row.line, reason, row.file)

@@ -5,7 +5,6 @@ so that the caller can count it and go on.
 """
 
 import json
-from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +26,7 @@ from eagle3.prompts.formats import (
     tools_of,
     type_name,
 )
+from eagle3.prompts.hashes import SeenHashes
 from eagle3.prompts.rendering import RESERVED_TEMPLATE_KWARGS, TemplateOptions
 from eagle3.prompts.sources import RawRow, find_sources, read_rows
 
@@ -74,12 +74,13 @@ class BadRow:
     line: int  # 1-based
     reason: str
     file: str | None = None  # which of several
+    kind: str = field(default="malformed", compare=False)  # for counts
 
 
 def read_conversations(pattern: str | Path, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[Conversation | BadRow]:
     """Yields every row of a file, glob, folder or data set, in file order.
 
-    A row's id is its own `id`, else a hash of its messages. Rows stream; 16 to 48 bytes of each stay in memory, to find
+    A row's id is its own `id`, else a hash of its messages. Rows stream; 21 to 43 bytes of each stay in memory, to find
     ids that come again. Blank lines are no rows.
 
     Raises:
@@ -95,17 +96,30 @@ def unique_rows(rows: Iterator[Conversation | BadRow], name: str) -> Iterator[Co
     Raises:
         UserError: there are no rows.
     """
-    seen = _SeenIds()
+    seen = UniqueIds()
     row = None
     for row in rows:
-        first = None if isinstance(row, BadRow) else seen.first_line(row.id, row.line)
-        if first is None or isinstance(row, BadRow):
-            yield row
-        else:
-            reason = f"id must be unique, got {row.id!r} again (first on line {first})"
-            yield BadRow(row.line, reason, row.file)
+        yield row if isinstance(row, BadRow) else seen.check(row)
     if row is None:
         raise UserError(f"prompts must have at least one row, got an empty file ({name!r}); check the path")
+
+
+class UniqueIds:
+    """Finds ids that come again.
+
+    Hashes of 64 bits stand for them: of 50 million ids, two agree by chance in one of 15,000 files.
+    """
+
+    def __init__(self) -> None:
+        self._seen = SeenHashes()
+
+    def check(self, row: Conversation) -> Conversation | BadRow:
+        """Returns the row, or a bad one if its id came before."""
+        first = self._seen.first_line(xxhash.xxh3_64_intdigest(row.id.encode()), row.line)
+        if first is None:
+            return row
+        reason = f"id must be unique, got {row.id!r} again (first on line {first})"
+        return BadRow(row.line, reason, row.file, "id again")
 
 
 def parse_row(raw: RawRow) -> Conversation | BadRow:
@@ -163,43 +177,3 @@ def _sample_id(row_id: Any, hashed: Any) -> str:
     if not is_id or not str(row_id).strip() or not is_unicode(str(row_id)):
         raise RowError(f"id must be a string with text, or an integer, got {shown(row_id)}")
     return str(row_id)
-
-
-class _SeenIds:
-    """The ids of a file and the line of each: a hash table of 16 bytes a slot, at most three quarters full.
-
-    Hashes of 64 bits stand for the ids: among 50 million, two differ and agree in one of 15,000 files.
-    """
-
-    def __init__(self) -> None:
-        self._hashes = array("Q", bytes(8 * 1024))  # 0: free
-        self._lines = array("Q", bytes(8 * 1024))
-        self._num_ids = 0
-
-    def first_line(self, sample_id: str, line: int) -> int | None:
-        """Returns the line that had this id before; None if there is none, and keeps the id."""
-        hashed = xxhash.xxh3_64_intdigest(sample_id.encode()) or 1
-        slot = self._slot(hashed)
-        if self._hashes[slot]:
-            return self._lines[slot]
-        self._hashes[slot], self._lines[slot] = hashed, line
-        self._num_ids += 1
-        if 4 * self._num_ids > 3 * len(self._hashes):
-            self._grow()
-        return None
-
-    def _slot(self, hashed: int) -> int:
-        hashes = self._hashes
-        slot = hashed % len(hashes)
-        while hashes[slot] and hashes[slot] != hashed:
-            slot = (slot + 1) % len(hashes)
-        return slot
-
-    def _grow(self) -> None:
-        entries = zip(self._hashes, self._lines, strict=True)
-        size = 2 * len(self._hashes)
-        self._hashes, self._lines = array("Q", bytes(8 * size)), array("Q", bytes(8 * size))
-        for hashed, line in entries:
-            if hashed:
-                slot = self._slot(hashed)
-                self._hashes[slot], self._lines[slot] = hashed, line

@@ -54,6 +54,7 @@ class Encoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
+        self._backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
         added = {
             token.content: i
             for i, token in tokenizer.added_tokens_decoder.items()
@@ -87,11 +88,25 @@ class Encoder:
             pieces.append(_Piece(position, text[position:], self.piece_ids(text[position:]), num_ids))
         return Encoded(self, pieces)
 
+    def decode(self, ids: list[int]) -> str:
+        """Returns the text of ids with its control tokens, and without the clean-up that is for display."""
+        if self._backend is not None:
+            return str(self._backend.decode(ids, skip_special_tokens=False))
+        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
     def piece_ids(self, text: str) -> tuple[int, ...]:
         """Returns the ids of a text by itself."""
         return self._cached_ids(text) if len(text) <= CACHED_CHARS else self._fresh_ids(text)
 
     def _fresh_ids(self, text: str) -> tuple[int, ...]:
+        if self._backend is not None:
+            # transformers leaves there what its last call asked for; its own call per text costs as much as the text.
+            if self._backend.truncation is not None:
+                self._backend.no_truncation()
+            if self._backend.padding is not None:
+                self._backend.no_padding()
+            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+            return tuple(encoding.ids)
         if self._adds_nothing:
             return tuple(self._tokenizer.encode(text))
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
@@ -102,4 +117,6 @@ class Encoder:
         texts = [
             first + token + second + token + token + first for token in tokens for first in PROBES for second in PROBES
         ]
-        return self._tokenizer.is_fast and all(tuple(self.encode(text).ids) == self._fresh_ids(text) for text in texts)
+        return self._tokenizer.is_fast and all(
+            self.encode(text).ids == self._tokenizer.encode(text, add_special_tokens=False) for text in texts
+        )

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from eagle3.config import PromptsConfig, UserError
-from eagle3.prompts.answers import AnswerReader, RenderingError, differing, parts_of, prompt_of
+from eagle3.prompts.answers import AnswerReader, Parts, RenderingError, differing, parts_of, prompt_of
 from eagle3.prompts.encoding import Encoded, Encoder
 
 # What the renderer passes to apply_chat_template itself.
@@ -112,6 +112,10 @@ class ChatRenderer:
         control = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         self._reader = AnswerReader(template, control | set(tokenizer.all_special_tokens))
         self._encoder = Encoder(tokenizer)
+        self._special_tokens = tokenizer.special_tokens_map
+        # Tokenizers that come as code may have their own, as Kimi-K2.5's does for tools.
+        inherited = PreTrainedTokenizerBase.apply_chat_template
+        self._overrides_template = type(tokenizer).apply_chat_template is not inherited
 
     def render(self, messages: Sequence[dict[str, Any]], options: TemplateOptions = NO_OPTIONS) -> Rendered:
         """Encodes a conversation, with a mask that is all False only if it has no assistant turn.
@@ -149,6 +153,10 @@ class ChatRenderer:
             encoded.ids, loss_mask, num_context=wanted - len(spans), num_thoughts_dropped=num_thoughts_dropped
         )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Lets other processes have it: what is compiled and cached is made again there."""
+        return _made_again, (self._tokenizer, self._kwargs, self._template, self._train_on)
+
     def render_text(self, text: str) -> Rendered:
         """Encodes raw text, all of it supervised."""
         ids = self._encoder.encode(text).ids
@@ -172,22 +180,29 @@ class ChatRenderer:
         errors = []
         for shown_messages, tools in self._requests(messages, options):
             try:
-                return str(
-                    self._tokenizer.apply_chat_template(
-                        shown_messages,
-                        tools=tools,
-                        add_generation_prompt=add_generation_prompt,
-                        tokenize=False,
-                        chat_template=self._template,
-                        **{**self._kwargs, **options.kwargs},
-                    )
-                )
+                return self._render(shown_messages, tools, options, add_generation_prompt)
             except Exception as error:  # jinja2's own, and whatever a template's expressions raise
                 errors.append(error)
         roles = ", ".join(message["role"] for message in messages)
         raise RenderingError(
             f"messages must suit the chat template, got the roles {roles} ({one_line(errors[0])})"
         ) from errors[0]
+
+    def _render(
+        self, messages: list[Any], tools: list[Any] | None, options: TemplateOptions, add_generation_prompt: bool
+    ) -> str:
+        kwargs = {**self._kwargs, **options.kwargs, "add_generation_prompt": add_generation_prompt}
+        if self._overrides_template:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    messages, tools=tools, tokenize=False, chat_template=self._template, **kwargs
+                )
+            )
+        # What apply_chat_template does, without making the map of special tokens again for every text.
+        rendered: Any = render_jinja_template(
+            [messages], tools=tools, chat_template=self._template, **{**self._special_tokens, **kwargs}
+        )
+        return str(rendered[0][0])
 
     def _requests(
         self, messages: Sequence[dict[str, Any]], options: TemplateOptions
@@ -210,17 +225,18 @@ class ChatRenderer:
         self, messages: Sequence[dict[str, Any]], options: TemplateOptions, whole: str, i: int
     ) -> tuple[str, _Span]:
         """Returns the text to encode, and the span of its last answer, messages[i]."""
-        bare = self._text(messages[:i], options, add_generation_prompt=False) if i else ""
-        prompt = prompt_of(self._text(messages[:i], options, add_generation_prompt=True), bare)
+        opening = self._text(messages[:i], options, add_generation_prompt=True)
         is_last = i == len(messages) - 1
         closing = whole if is_last else self._text(messages[: i + 1], options, add_generation_prompt=False)
         parts = parts_of(messages[i])
-        if closing.startswith(prompt.text):
-            written = self._reader.up_to_end(closing[len(prompt.text) :], i)
+        if closing.startswith(opening):
+            written = self._reader.up_to_end(closing[len(opening) :], i)
             self._reader.check_content(written, parts, i)
-            if not self._reader.lacks_thought(written, parts, prompt):
-                text = whole if whole.startswith(prompt.text + written) else prompt.text + written
-                return text, _Span(i, len(prompt.text), len(prompt.text) + len(written))
+            if not self._lacks_thought(messages[:i], options, opening, written, parts):
+                text = whole if whole.startswith(opening + written) else opening + written
+                return text, _Span(i, len(opening), len(opening) + len(written))
+        bare = self._text(messages[:i], options, add_generation_prompt=False) if i else ""
+        prompt = prompt_of(opening, bare)
         written = self._reader.composed(prompt, closing, bare, parts, i)
         return prompt.text + written, _Span(i, len(prompt.text), len(prompt.text) + len(written))
 
@@ -237,10 +253,18 @@ class ChatRenderer:
             return None
         parts = parts_of(messages[i])
         self._reader.check_content(written, parts, i)
-        bare = self._text(messages[:i], options, add_generation_prompt=False) if i else ""
-        if self._reader.lacks_thought(written, parts, prompt_of(opening, bare)):
+        if self._lacks_thought(messages[:i], options, opening, written, parts):
             return None
         return _Span(i, len(opening), len(opening) + len(written))
+
+    def _lacks_thought(
+        self, before: Sequence[dict[str, Any]], options: TemplateOptions, opening: str, written: str, parts: Parts
+    ) -> bool:
+        """Tells whether the model wrote a thought behind its prompt that the template leaves out."""
+        if parts.thought in written:
+            return False
+        bare = self._text(before, options, add_generation_prompt=False) if before else ""
+        return self._reader.lacks_thought(written, parts, prompt_of(opening, bare))
 
     def _tagged_spans(
         self, messages: Sequence[dict[str, Any]], options: TemplateOptions, text: str, answers: list[int]
@@ -252,7 +276,7 @@ class ChatRenderer:
             tools=tools,
             chat_template=self._template,
             return_assistant_tokens_mask=True,
-            **{**self._tokenizer.special_tokens_map, **self._kwargs, **options.kwargs},
+            **{**self._special_tokens, **self._kwargs, **options.kwargs},
         )
         (marked_text,), (marked,) = rendered
         assert marked_text == text, "generation tags must leave the text as it is"
@@ -290,8 +314,7 @@ class ChatRenderer:
                 f"generation prompt and {content[:20]!r}"
             )
         written = text[span.start : span.end]
-        # Many configs ask for a clean-up that turns " ." into ".", which is for display.
-        decoded = str(self._tokenizer.decode(encoded.ids[start:end], clean_up_tokenization_spaces=False))
+        decoded = self._encoder.decode(encoded.ids[start:end])
         # Some decoders put a space before the first word, or drop one.
         if decoded.strip() != written.strip():
             raise RenderingError(
@@ -299,6 +322,12 @@ class ChatRenderer:
                 f"{differing(written.strip(), decoded.strip())}: the tokenizer changes it"
             )
         return start, end
+
+
+def _made_again(
+    tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any], template: str, train_on: Literal["all", "last"]
+) -> ChatRenderer:
+    return ChatRenderer(tokenizer, kwargs, chat_template=template, train_on=train_on)
 
 
 def _as_text(arguments: dict[str, Any]) -> str:

@@ -1,0 +1,126 @@
+"""Copies of rows and of benchmark questions are found by the runs of words that they share."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eagle3.config import PromptsConfig, UserError
+from eagle3.prompts.conversations import BadRow, Conversation
+from eagle3.prompts.hashes import SeenHashes
+from eagle3.prompts.screening import QuestionSets, words_of
+from eagle3.prompts.workers import examine_rows
+
+WORDS = [f"word{i}" for i in range(3000)]
+
+
+def ignore() -> Any:
+    return lambda row: row.id
+
+
+def outcomes(tmp_path: Path, prompts: list[str], **settings: Any) -> list[str | None]:
+    """Returns for each prompt why it is dropped."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"id": i, "prompt": text}) + "\n" for i, text in enumerate(prompts)))
+    rows = examine_rows(PromptsConfig(str(path), **settings), ignore, keep_rows=False)
+    return [row.row.reason if isinstance(row.row, BadRow) else None for row in rows]
+
+
+def test_words_have_no_case_and_no_punctuation_and_unspaced_scripts_count_by_characters() -> None:
+    assert words_of("Hello, WORLD-wide \u4f60\u597d!  na\u00efve_1") == [
+        "hello", "world", "wide", "\u4f60", "\u597d", "na\u00efve_1",
+    ]  # fmt: skip
+
+
+def test_almost_the_same_question_is_dropped_and_names_the_first(tmp_path: Path) -> None:
+    chance = random.Random(0)
+    base = chance.choices(WORDS, k=120)
+    touched = [*base[:60], "changed", *base[61:]]
+    prompts = [" ".join(base), " ".join(chance.choices(WORDS, k=120)), " ".join(touched).upper() + "!", "Hi", "hi?"]
+    found = outcomes(tmp_path, prompts, near_duplicates="drop")
+    assert found == [
+        None, None, "row must be unlike the ones before it, got almost line 1", None,
+        "row must be unlike the ones before it, got almost line 4",
+    ]  # fmt: skip
+    assert outcomes(tmp_path, prompts) == [None] * 5
+
+
+def test_unlike_questions_stay(tmp_path: Path) -> None:
+    chance = random.Random(1)
+    start = " ".join(chance.choices(WORDS, k=20))  # a third is shared
+    prompts = [start + " " + " ".join(chance.choices(WORDS, k=40)) for _ in range(300)]
+    assert outcomes(tmp_path, prompts, near_duplicates="drop") == [None] * 300
+
+
+def test_rows_with_a_measured_question_are_dropped(tmp_path: Path) -> None:
+    chance = random.Random(2)
+    question, other = " ".join(chance.choices(WORDS, k=30)), " ".join(chance.choices(WORDS, k=30))
+    questions = tmp_path / "bench.jsonl"
+    questions.write_text(json.dumps({"prompt": question}) + "\n" + json.dumps({"prompt": "What is 2 + 2?"}) + "\n")
+    words = question.split()
+    prompts = [
+        "Please answer: " + " ".join(words[5:15]) + " and so on",  # ten of its words in a row
+        "Please answer: " + " ".join(words[5:14]) + " and so on",  # nine
+        other,
+        "what is 2 2",
+        "What is 2 + 2 in base 3?",
+    ]
+    reason = "row must be none of the questions that are measured, got one of bench.jsonl"
+    assert outcomes(tmp_path, prompts, exclude=[str(questions)]) == [reason, None, None, reason, None]
+
+
+def test_a_question_set_without_questions_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "bench.jsonl"
+    path.write_text('{"text": 1}\n')
+    with pytest.raises(
+        UserError, match=r"a question set must have questions, got none \('.*bench\.jsonl'\); check pro"
+    ):
+        QuestionSets([str(path)])
+
+
+def test_hashes_are_found_again_as_in_a_dict() -> None:
+    chance = random.Random(3)
+    seen, expected = SeenHashes(), dict[int, int]()
+    for line in range(1, 20_000):
+        hashed = chance.choice([0, 1, 1024, 2**64 - 1, chance.getrandbits(64), chance.getrandbits(12)]) or 1
+        assert seen.first_line(hashed, line) == expected.get(hashed)
+        expected.setdefault(hashed, line)
+
+
+def refuse_nothing() -> Any:
+    return lambda row: len(row.messages)
+
+
+def test_rows_come_back_in_order_from_several_processes(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    lines = [json.dumps({"id": i % 1500, "prompt": "Hi?"}) if i % 7 else "oops" for i in range(2000)]
+    path.write_text("\n".join(lines))
+    alone, shared = (
+        list(examine_rows(PromptsConfig(str(path), num_workers=num), refuse_nothing, keep_rows=False)) for num in (0, 2)
+    )
+    assert shared == alone
+    assert [row.row.line for row in shared] == list(range(1, 2001))
+    assert {row.result for row in shared if isinstance(row.row, Conversation)} == {1}
+    assert {row.row.kind for row in shared if isinstance(row.row, BadRow)} == {"malformed", "id again"}
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    with path.open("w") as file:
+        for i in range(100_000):
+            file.write(f'{{"id": {i}, "prompt": "Question {i}, and some words to make it as long as others are?"}}\n')
+    early = 0
+    config = PromptsConfig(str(path), num_workers=0)
+    for count, _ in enumerate(examine_rows(config, refuse_nothing, keep_rows=False), start=1):
+        if count == 20_000:
+            early = resident_bytes()
+    assert count == 100_000
+    grown = resident_bytes() - early
+    # 21 to 43 bytes of each row, and the old table while the new one is filled; the file has 8 MB.
+    assert grown < 80_000 * 65, f"{grown} bytes more after 80,000 more rows"

@@ -2,7 +2,7 @@
 
     python benchmarks/prompts.py --model DIRECTORY --out benchmarks/results/prompts.json
 
-The file is synthetic: conversations of one or two exchanges of 40 English words, rendered with the model's own tokenizer
+Synthetic conversations of one or two exchanges of 40 English words each are rendered with the model's own tokenizer
 and template, every mask verified. Memory is that of all processes, sampled after each tenth of the rows.
 """
 

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -160,6 +161,23 @@ def test_tensorboard_gets_the_scalars(tmp_path: Path, store: Files) -> None:
     events = EventAccumulator(str(directory)).Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 3.0), (2, 2.0)]
     assert events.Scalars("top1/0")[0].value == 0.25
+
+
+def test_trackio_gets_the_scalars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trackio", reason="tracking.backend=trackio needs it")
+    code = (
+        "from eagle3.board import *\n"
+        "config, identity = TrackingConfig(backend='trackio', project='p'), Identity('i', 'n', 'g', 'train')\n"
+        "with Board(Path('.'), config, identity, {}) as b:\n"
+        "    b.log(1, {'loss': 3.0, 'top1': [0.25, None]})\n"
+    )
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ, timeout=120)
+    with sqlite3.connect(tmp_path / "p.db") as database:
+        rows = database.execute("select run_name, step, metrics from metrics").fetchall()
+    assert [(name, step, json.loads(metrics)) for name, step, metrics in rows] == [
+        ("n-i", 1, {"loss": 3.0, "top1/0": 0.25})
+    ]
 
 
 def test_without_a_board_nothing_is_written(tmp_path: Path, store: Files) -> None:

@@ -165,6 +165,11 @@ def test_the_page_holds_picture_and_tables(base: Path, tmp_path: Path, capsys: p
     assert picture.startswith(b"\x89PNG")
     for text in ("run.max_steps", "decoded or served", "tokens trained on", "data:image/png;base64,"):
         assert text in page
+    figures = json.loads((tmp_path / "page" / "comparison.json").read_text())
+    assert figures["command"].startswith(f"eagle3 compare {base / 'long'}")
+    assert figures["acceptance"]["trained"][0]["tau"] == run_of(base, "long", "evaluation").lines[-1]["tau_trained"]
+    assert [each["measure"] for each in figures["verdicts"]] == ["trained", "held_out"]
+    assert [[run["name"] for run in runs] for runs in figures["runs"]] == [["train", "evaluation"]] * 2
 
 
 def test_without_matplotlib_the_extra_is_named(base: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from tiny_training import tiny_config, write_target_and_store
 from torch import Tensor
 
-from eagle3.config import TrainConfig, UserError, config_to_dict
+from eagle3.config import TrackingConfig, TrainConfig, UserError, config_to_dict
 from eagle3.draft.export import load_drafter
 from eagle3.draft.questions import read_questions
 from eagle3.draft.target_weights import load_target_config
@@ -247,10 +247,12 @@ def test_deepspeed_in_bf16_adds_up_micro_steps(base: TrainConfig, tmp_path: Path
 
 
 def test_two_ranks_stop_together_and_deepspeed_goes_on_alone(
-    base: TrainConfig, undisturbed: Path, tmp_path: Path
+    base: TrainConfig, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGTERM reaches one of two DDP ranks; train.py as typed, with DeepSpeed and one process, finishes the run."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
     config = with_batch_tokens(with_run(base, dir=str(tmp_path / "run")), 20)
+    config = dataclasses.replace(config, tracking=TrackingConfig())
     facts = launch_worker(TWO_RANKS, config, tmp_path, "--send", str(int(signal.SIGTERM)), "1", "4")
     assert [(each["setup"], each["wrapper"]) for each in facts] == [("DDP over 2 ranks", "DistributedDataParallel")] * 2
     assert [each["num_ddp_at_end"] for each in facts] == [0, 0]  # else ending the process group may hang
@@ -264,6 +266,11 @@ def test_two_ranks_stop_together_and_deepspeed_goes_on_alone(
     assert "DeepSpeed ZeRO-2 over 1 rank on cpu, fp32" in done.stderr
     assert f"resumed {tmp_path / 'run' / f'step-{stopped_after:06d}'}" in done.stderr
     assert_same_training(tmp_path / "run", undisturbed)
+    # In W&B it is one run, of one rank, which goes on; neither rank's output holds a word of W&B's client.
+    assert "wandb:" not in done.stdout + done.stderr
+    sessions = sorted((tmp_path / "run" / "wandb").glob("offline-run-*"))
+    (run_id,) = {each["run"]["id"] for each in json.loads((tmp_path / "run" / "run.json").read_text())["sessions"]}
+    assert [path.name.rsplit("-", 1)[1] for path in sessions] == [run_id] * 2
 
 
 def test_a_killed_run_ends_bit_for_bit_as_an_undisturbed_one(

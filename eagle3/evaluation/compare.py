@@ -50,7 +50,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         help="a run's directory (or one that holds a training and its evaluation), a wandb directory or .wandb file, "
         "entity/project/run, or entity/project?group=NAME; the first one is what the others are tested against",
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="also writes comparison.html and comparison.png there")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="also writes comparison.html, .png and .json there")
     parser.add_argument("--verify", action="store_true", help="derives the reported figures again from raw counters")
     parser.add_argument(
         "--seed-spread", type=float, metavar="SHARE", help="standard deviation of tau by the training's seed, over tau"

@@ -1,8 +1,11 @@
-"""A comparison as one HTML file with its picture inside, and the picture as a PNG."""
+"""A comparison as one HTML file with its picture inside, the picture as a PNG, and the figures as JSON."""
 
 import base64
+import dataclasses
 import html
 import io
+import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +14,9 @@ from eagle3.config import UserError
 from eagle3.evaluation.comparison import MEASURES, Comparison
 from eagle3.evaluation.tables import TextTable, sentences, tables
 from eagle3.files import write_whole
+from eagle3.tracking import git_state
 
-PAGE_NAME, PICTURE_NAME = "comparison.html", "comparison.png"
+PAGE_NAME, PICTURE_NAME, FIGURES_NAME = "comparison.html", "comparison.png", "comparison.json"
 STYLE = (
     "body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:75em;padding:0 1em}"
     "table{border-collapse:collapse;margin:1em 0}caption{text-align:left;font-weight:600;padding:.3em 0}"
@@ -22,7 +26,7 @@ STYLE = (
 
 
 def write_page(comparison: Comparison, directory: Path, command: Sequence[str]) -> list[Path]:
-    """Writes the page and its picture; returns their paths.
+    """Writes page, picture and figures; returns their paths.
 
     Raises:
         UserError: matplotlib is not installed.
@@ -31,7 +35,8 @@ def write_page(comparison: Comparison, directory: Path, command: Sequence[str]) 
     directory.mkdir(parents=True, exist_ok=True)
     (directory / PICTURE_NAME).write_bytes(picture)
     write_whole(directory / PAGE_NAME, _page(comparison, picture, command))
-    return [directory / PAGE_NAME, directory / PICTURE_NAME]
+    write_whole(directory / FIGURES_NAME, json.dumps(_figures(comparison, command), indent=1) + "\n")
+    return [directory / name for name in (PAGE_NAME, PICTURE_NAME, FIGURES_NAME)]
 
 
 def draw(comparison: Comparison) -> bytes:
@@ -103,6 +108,27 @@ def _draw_verdicts(axes: Any, comparison: Comparison) -> None:
     axes.set(
         title=f"tau against {comparison.contenders[0].name}: drafters (thick), recipes (thin)", xlabel="tokens a round"
     )
+
+
+def _figures(comparison: Comparison, command: Sequence[str]) -> dict[str, Any]:
+    """Returns the comparison for JSON, with how it was made and where the first of its runs ran."""
+    provenance = comparison.contenders[0].runs()[0].provenance
+    figures = {
+        field.name: getattr(comparison, field.name)
+        for field in dataclasses.fields(comparison)
+        if field.name != "contenders"
+    }
+    return {
+        "command": " ".join(command),
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": git_state()["commit"],
+        "hardware": provenance["hardware"],
+        "versions": provenance["versions"],
+        "runs": [[dataclasses.asdict(run.identity) for run in each.runs()] for each in comparison.contenders],
+        **json.loads(json.dumps(figures, default=dataclasses.asdict)),
+        "tables": [dataclasses.asdict(table) for table in tables(comparison)],
+        "sentences": sentences(comparison),
+    }
 
 
 def _page(comparison: Comparison, picture: bytes, command: Sequence[str]) -> str:

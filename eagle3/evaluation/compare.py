@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from eagle3.config import UserError
-from eagle3.evaluation.comparison import Comparison, compare
+from eagle3.evaluation.comparison import compare
 from eagle3.evaluation.page import write_page
 from eagle3.evaluation.runs import Run, line_up, read_directory
-from eagle3.evaluation.tables import sentences, tables
+from eagle3.evaluation.tables import TextTable, sentences, tables
 from eagle3.evaluation.verify import verify
 from eagle3.evaluation.wandb_runs import REMOTE, read_remote, read_wandb_files, wandb_files
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     if spread is not None and not 0 <= spread < 1:
         raise UserError(f"--seed-spread must be from 0 to below 1, got {spread}; 0.01 is one percent of tau")
     comparison = compare(line_up(runs), spread)
-    show(comparison, console)
+    show(tables(comparison), sentences(comparison), console)
     if arguments.out is not None:
         for path in write_page(comparison, arguments.out, ["eagle3", "compare", *argv]):
             console.print(f"Written: {path}", highlight=False, markup=False)
@@ -76,16 +76,16 @@ def read(name: str) -> list[Run]:
     )
 
 
-def show(comparison: Comparison, console: Console) -> None:
+def show(found: Sequence[TextTable], answer: Sequence[str], console: Console) -> None:
     """Prints the tables, then the answer in words."""
-    for text in tables(comparison):
+    for text in found:
         table = Table(title=text.title, title_justify="left")
         for index, heading in enumerate(text.headings):
             table.add_column(heading, justify="left" if index == 0 else "right", overflow="fold")
         for row in text.rows:
             table.add_row(*row)
         console.print(table)
-    for sentence in sentences(comparison):
+    for sentence in answer:
         console.print(sentence, highlight=False, markup=False)
 
 

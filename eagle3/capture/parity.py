@@ -97,16 +97,18 @@ def check_parity(
     target: TargetConfig,
     sequences: Sequence[Sequence[int]],
     greedy_masks: Sequence[Sequence[bool]] | None,
+    captured: Sequence[Captured] | None = None,
 ) -> ParityReport:
     """Compares what is captured from the first samples with transformers' own outputs, and with the target's files.
 
-    `greedy_masks` mark the tokens of `sequences` that the engine generated greedily, if it did.
+    `greedy_masks` mark the tokens of `sequences` that the engine generated greedily, if it did; `captured` are states
+    of the first GATE_TOKENS of each sequence, where others than the engine's are to be compared.
 
     Raises:
         ParityError: a state is another layer's, or lm_head(last) does not give the engine's greedy tokens.
     """
     gate_ids = [list(sequence[:GATE_TOKENS]) for sequence in sequences[:GATE_SAMPLES]]
-    captured = engine.capture(gate_ids)
+    captured = list(captured or engine.capture(gate_ids))
     reference = engine if isinstance(engine, TransformersEngine) else load_reference(target, engine.capture_layers)
     cosine: list[float] = []
     relative_error: list[float] = []

@@ -10,6 +10,7 @@ from typing import get_args
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from eagle3.capture.importing import Last, LossMask, Meaning, check_meaning, find_files, import_features
 from eagle3.config import StoreConfig, UserError
 from eagle3.features.codec import Codec
 from eagle3.features.index import verify_store
@@ -53,6 +54,16 @@ def main(argv: Sequence[str]) -> int:
     command.add_argument("--ids", type=Path, help="a file of sample ids, one a line")
     command.add_argument("--max-tokens", type=int, help="drop what is longer")
     add_writing_arguments(command)
+    command = add("import", import_, "makes a store of features that others extracted")
+    command.add_argument("source", type=Path, help="a directory of SpecForge's .ckpt or vLLM's .safetensors files")
+    command.add_argument("out", type=Path)
+    command.add_argument("--target", type=Path, required=True, help="the Hugging Face directory that they are of")
+    command.add_argument("--layers", type=int, nargs="+", help="the layer that each state but the last enters, 0-based")
+    command.add_argument("--last", choices=get_args(Last), help="where the last state was taken")
+    command.add_argument("--loss-mask", choices=get_args(LossMask), default="file", help="all: every token counts")
+    command.add_argument("--codec", choices=["exact", "int8", "fp8"], default="exact", help="of the new store")
+    command.add_argument("--shard-bytes", type=int, default=StoreConfig(path="").shard_bytes)
+    command.add_argument("--dry-run", action="store_true", help="run the gates, and write nothing")
     arguments = parser.parse_args(argv)
     return arguments.run(arguments) or 0
 
@@ -134,6 +145,33 @@ def drop(arguments: argparse.Namespace) -> None:
         raise UserError("drop must be told what, got neither --ids nor --max-tokens; name one")
     ids = [] if arguments.ids is None else arguments.ids.read_text(encoding="utf-8").splitlines()
     _rewrite(arguments, [arguments.store], frozenset(filter(None, ids)), arguments.max_tokens)
+
+
+def import_(arguments: argparse.Namespace) -> int:
+    """Makes a store of features that others extracted; samples that were left out make the result 1."""
+    files = find_files(arguments.source)
+    check_meaning(files[0], arguments.layers, arguments.last, arguments.loss_mask)
+    meaning = Meaning(tuple(arguments.layers), arguments.last, arguments.loss_mask)
+    with progress_bar("importing", len(files)) as advance:
+        imported = import_features(
+            arguments.source,
+            arguments.out,
+            arguments.target,
+            meaning,
+            codec=arguments.codec,
+            shard_bytes=arguments.shard_bytes,
+            dry_run=arguments.dry_run,
+            advance=advance,
+        )
+    for fault in imported.faults:
+        print(fault)
+    print(
+        f"{imported.num_files:,} files, the gates passed; wrote {imported.num_written:,} samples to {arguments.out}; "
+        f"{imported.num_before:,} were there, {len(imported.faults):,} left out"
+    )
+    if arguments.dry_run:
+        print("nothing written: --dry-run")
+    return min(1, len(imported.faults))
 
 
 def _rewrite(

@@ -150,8 +150,11 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """What training minimises: soft cross-entropy against the target, summed over the K draft steps."""
+    """What training minimises: a distance between drafter and target, summed over the K draft steps."""
 
+    # cross_entropy: soft, against the target; kl: the same less the target's entropy; tv: 1 - acceptance, which hardly
+    # moves where acceptance is low; lk: from kl to tv as a row's acceptance grows
+    loss: Literal["cross_entropy", "kl", "tv", "lk"] = "cross_entropy"
     ttt_steps: int = 7  # K: draft steps unrolled in training
     ttt_decay: float = 0.8  # step k weighs ttt_decay ** k
     renormalise: bool = True  # true: target softmax over the W draft tokens; false: exp(z - logZ over V)

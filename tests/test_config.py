@@ -121,6 +121,7 @@ def test_a_config_is_found_as_typed_or_among_the_shipped_ones(tmp_path: Path) ->
 def test_a_config_prints_as_plain_values() -> None:
     printed = config_to_dict(load_config(TrainConfig, None, MINIMAL_TRAIN))
     assert printed["objective"] == {
+        "loss": "cross_entropy",
         "ttt_steps": 7,
         "ttt_decay": 0.8,
         "renormalise": True,

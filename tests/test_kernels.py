@@ -1,7 +1,7 @@
 """The Triton kernels against the plain torch beside their callers; without a GPU in Triton's interpreter."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from eagle3.draft import fusion
 from eagle3.draft.fusion import RopeTables
-from eagle3.draft.head import _log_sum_exp, _score_rows
+from eagle3.draft.head import LossKind, _log_sum_exp, _score_rows
 from eagle3.draft.objective import TTTSums, ttt_sums
 from eagle3.draft.target_weights import TargetWeights
 from eagle3.draft.ttt import pack
@@ -89,18 +89,23 @@ def test_row_work(both: Any, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("with_gradient", [True, False])
-def test_scores(both: Any, dtype: torch.dtype, with_gradient: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", get_args(LossKind))
+def test_scores(
+    both: Any, dtype: torch.dtype, kind: LossKind, with_gradient: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("eagle3.draft.score_kernels.SCORE_BLOCK", 16)  # three passes, the last one not full
     logits, target_logits = 3 * random_tensor(6, 40, dtype=dtype), 3 * random_tensor(3, 40, dtype=dtype, seed=1)
     logits[0, [5, 21, 37]] = 20.0  # a tie: the first one is chosen
     index = torch.tensor([2, 0, 2, 1, 1, 0], device=DEVICE)
     share, scale = random_tensor(3, seed=2).sigmoid(), random_tensor(6, seed=3)
+    mass = random_tensor(6, seed=4).sigmoid()
 
     def score() -> tuple[Tensor, ...]:
         lse = _log_sum_exp(target_logits)
-        scores = _score_rows(logits.clone(), target_logits, lse, share, index, scale if with_gradient else None)
+        grad_scale = scale if with_gradient else None
+        scores = _score_rows(logits.clone(), target_logits, lse, share, index, mass, grad_scale, kind)
         grads = (scores.grad_logits,) if with_gradient else ()
-        return lse, scores.cross_entropy, scores.acceptance, scores.choice, *grads
+        return lse, scores.loss, scores.acceptance, scores.choice, *grads
 
     ours, plain = both(score)
     assert ours[3][0] == 5
@@ -133,7 +138,7 @@ def test_whole_steps_with_all_gradients(
             drop_rejected=drop_rejected,
         )
         grads = torch.autograd.grad(sums.loss, list(drafter.parameters()))
-        return sums.loss, sums.cross_entropy, sums.num_counted, sums.num_top1, sums.acceptance, *grads
+        return sums.loss, sums.step_loss, sums.num_counted, sums.num_top1, sums.acceptance, *grads
 
     ours, plain = both(run)
     assert_near(ours, plain, torch.float32)

@@ -10,7 +10,7 @@ from draft_oracle import CachedDrafter, tiny_drafter
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eagle3.draft.head import HeadSums, chunks
+from eagle3.draft.head import HeadSums, LossKind, chunks
 from eagle3.draft.model import Eagle3Drafter
 from eagle3.draft.objective import TTTSums, _pack_targets, ttt_sums
 from eagle3.draft.target_weights import TargetWeights, log_normaliser
@@ -55,10 +55,20 @@ def gradients(drafter: Eagle3Drafter, loss: Tensor) -> dict[str, Tensor]:
 class LoopSums:
     """What the loop adds up, per step."""
 
-    cross_entropy: list[Tensor]
+    step_loss: list[Tensor]
     num_counted: list[int]
     num_top1: list[int]
     acceptance: list[float]
+
+
+def row_loss(kind: LossKind, wanted: Tensor, served: Tensor, log_drafted: Tensor) -> Tensor:  # (W,) each
+    """Returns the loss of one row, written as it is defined; autograd makes its gradient."""
+    cross_entropy = -(wanted * log_drafted).sum()
+    kl = cross_entropy + (wanted * (wanted / wanted.sum()).log()).sum()
+    acceptance = torch.minimum(served, log_drafted.exp()).sum()
+    share_of_kl = torch.exp(-3 * acceptance.detach())
+    hybrid = share_of_kl * kl + (1 - share_of_kl) * (1 - acceptance)
+    return {"cross_entropy": cross_entropy, "kl": kl, "tv": 1 - acceptance, "lk": hybrid}[kind]
 
 
 def loop_sums(
@@ -67,6 +77,7 @@ def loop_sums(
     samples: list[FeatureSample],
     renormalise: bool,
     drop_rejected: bool = False,
+    kind: LossKind = "cross_entropy",
 ) -> LoopSums:
     """Row by row, step by step, token by token, one document at a time."""
     sums = LoopSums([torch.zeros(()) for _ in range(STEPS)], [0] * STEPS, [0] * STEPS, [0.0] * STEPS)
@@ -86,7 +97,7 @@ def loop_sums(
                 served = torch.softmax(target.lm_head @ last, dim=0)[target_ids]  # (W,) of the softmax over V
                 wanted = served / served.sum() if renormalise else served
                 log_drafted = torch.log_softmax(drafted.logits, dim=0)
-                sums.cross_entropy[step] = sums.cross_entropy[step] - (wanted * log_drafted).sum()
+                sums.step_loss[step] = sums.step_loss[step] + row_loss(kind, wanted, served, log_drafted)
                 sums.num_counted[step] += 1
                 recorded = int(sample.input_ids[row + 2 + step])
                 sums.num_top1[step] += target_ids[int(drafted.logits.argmax())] == recorded
@@ -97,18 +108,31 @@ def loop_sums(
 
 
 @pytest.mark.parametrize("renormalise", [True, False])
-@pytest.mark.parametrize("switches", [{}, {"fc_norm": True, "norm_output": True}])
+@pytest.mark.parametrize(
+    ("kind", "switches"),
+    [
+        ("cross_entropy", {}),
+        ("cross_entropy", {"fc_norm": True, "norm_output": True}),
+        ("kl", {}),
+        ("tv", {}),
+        ("lk", {}),
+    ],
+)
 def test_values_and_gradients_are_those_of_the_loop(
-    switches: dict[str, Any], renormalise: bool, samples: list[FeatureSample], target: TargetWeights
+    kind: LossKind,
+    switches: dict[str, Any],
+    renormalise: bool,
+    samples: list[FeatureSample],
+    target: TargetWeights,
 ) -> None:
     drafter = tiny_drafter(**switches)
-    ours = sums_of(drafter, target, pack(samples), renormalise)
-    loop = loop_sums(drafter, target, samples, renormalise)
-    torch.testing.assert_close(ours.cross_entropy.tolist(), [s.item() for s in loop.cross_entropy], rtol=1e-5, atol=0)
+    ours = sums_of(drafter, target, pack(samples), renormalise, kind=kind)
+    loop = loop_sums(drafter, target, samples, renormalise, kind=kind)
+    torch.testing.assert_close(ours.step_loss.tolist(), [s.item() for s in loop.step_loss], rtol=1e-5, atol=0)
     torch.testing.assert_close(ours.acceptance.tolist(), loop.acceptance, rtol=1e-5, atol=0)
     assert ours.num_counted.tolist() == loop.num_counted == [8, 5, 3, 1]
     assert ours.num_top1.tolist() == loop.num_top1
-    loop_loss = torch.stack([DECAY**step * total for step, total in enumerate(loop.cross_entropy)]).sum()
+    loop_loss = torch.stack([DECAY**step * total for step, total in enumerate(loop.step_loss)]).sum()
     torch.testing.assert_close(ours.loss.float(), loop_loss, rtol=1e-5, atol=0)
     expected = gradients(drafter, loop_loss)
     for name, gradient in gradients(drafter, ours.loss).items():
@@ -150,9 +174,9 @@ def test_rows_that_are_rejected_leave_as_if_they_weighed_nothing(
     assert ours.num_counted.tolist() == loop.num_counted
     assert loop.num_counted[0] > loop.num_counted[1] > loop.num_counted[2] >= loop.num_counted[3] > 0
     assert ours.num_top1.tolist() == loop.num_top1
-    torch.testing.assert_close(ours.cross_entropy.tolist(), [s.item() for s in loop.cross_entropy], rtol=1e-5, atol=0)
+    torch.testing.assert_close(ours.step_loss.tolist(), [s.item() for s in loop.step_loss], rtol=1e-5, atol=0)
     torch.testing.assert_close(ours.acceptance.tolist(), loop.acceptance, rtol=1e-5, atol=0)
-    loop_loss = torch.stack([DECAY**step * total for step, total in enumerate(loop.cross_entropy)]).sum()
+    loop_loss = torch.stack([DECAY**step * total for step, total in enumerate(loop.step_loss)]).sum()
     expected = gradients(drafter, loop_loss)
     for name, gradient in gradients(drafter, ours.loss).items():
         scale = float(expected[name].abs().max())
@@ -220,7 +244,7 @@ def test_loss_does_not_depend_on_packing(samples: list[FeatureSample], target: T
     drafter = tiny_drafter()
     together = sums_of(drafter, target, pack(samples))
     apart = [sums_of(drafter, target, pack([sample])) for sample in reversed(samples)]
-    for name in ("loss", "cross_entropy", "num_counted", "num_top1", "acceptance"):
+    for name in ("loss", "step_loss", "num_counted", "num_top1", "acceptance"):
         total = torch.stack([getattr(sums, name) for sums in apart]).sum(0)
         torch.testing.assert_close(getattr(together, name), total, rtol=1e-6, atol=1e-6)  # fp32 kernels
     expected = gradients(drafter, together.loss)
@@ -246,7 +270,7 @@ def test_a_pack_without_work_still_reaches_every_parameter(
     packed = pack([make_sample(f"s{i}", mask, hidden_size=16, vocab_size=40) for i, mask in enumerate(masks)])
     sums = sums_of(drafter, target, packed)
     assert sums.loss == 0
-    for name in ("cross_entropy", "num_counted", "num_top1", "acceptance"):
+    for name in ("step_loss", "num_counted", "num_top1", "acceptance"):
         assert getattr(sums, name).tolist() == [0.0] * STEPS
     for name, gradient in gradients(drafter, sums.loss).items():
         assert gradient.count_nonzero() == 0, name
@@ -256,7 +280,7 @@ def test_only_the_loss_carries_a_gradient(samples: list[FeatureSample], target: 
     sums = sums_of(tiny_drafter(), target, pack(samples))
     assert sums.loss.requires_grad
     assert not any(
-        tensor.requires_grad for tensor in (sums.cross_entropy, sums.num_counted, sums.num_top1, sums.acceptance)
+        tensor.requires_grad for tensor in (sums.step_loss, sums.num_counted, sums.num_top1, sums.acceptance)
     )
     with torch.no_grad():
         assert torch.equal(sums_of(tiny_drafter(), target, pack(samples)).loss, sums.loss)
@@ -266,7 +290,7 @@ def test_step_weights_replace_the_decay(samples: list[FeatureSample], target: Ta
     drafter = tiny_drafter()
     weights = torch.tensor([0.5, 0.0, 2.0, 1.0])
     sums = sums_of(drafter, target, pack(samples), step_weights=weights)
-    torch.testing.assert_close(sums.loss, (weights * sums.cross_entropy).sum())
+    torch.testing.assert_close(sums.loss, (weights * sums.step_loss).sum())
     by_decay = sums_of(drafter, target, pack(samples), step_weights=DECAY ** torch.arange(4.0))
     expected = gradients(drafter, sums_of(drafter, target, pack(samples)).loss)
     for name, gradient in gradients(drafter, by_decay.loss).items():
@@ -294,7 +318,7 @@ def test_head_gradient_is_that_of_finite_differences(
     weights = DECAY ** torch.arange(STEPS, dtype=torch.float64)
 
     def loss(weight: Tensor, *normed: Tensor) -> Tensor:
-        head = HeadSums(weight, weights, weight.dtype, with_gradient=True)
+        head = HeadSums(weight, weights, weight.dtype, "cross_entropy", with_gradient=True)
         scored = [
             pack_targets.scored(k, replace(step, normed=own))
             for k, (step, own) in enumerate(zip(steps, normed, strict=True))
@@ -363,7 +387,7 @@ def test_gpu_gives_the_sums_and_gradients_of_the_cpu(samples: list[FeatureSample
     expected_gradients = gradients(drafter, expected.loss)
     drafter.cuda()
     sums = sums_of(drafter, target.to("cuda", torch.float32), packed.to("cuda"))
-    for name in ("loss", "cross_entropy", "num_counted", "num_top1", "acceptance"):
+    for name in ("loss", "step_loss", "num_counted", "num_top1", "acceptance"):
         torch.testing.assert_close(getattr(sums, name).cpu(), getattr(expected, name), rtol=1e-5, atol=1e-5)
     for name, gradient in gradients(drafter, sums.loss).items():
         torch.testing.assert_close(gradient.cpu(), expected_gradients[name], rtol=1e-4, atol=1e-4, msg=name)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from eagle3.draft.fusion import has_kernels
 # larger blocks cost page faults. On a GPU there is one, in bf16, of 1 GiB: each chunk reads and writes the head's
 # gradient once, so few large ones pay.
 CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**29}
+LossKind = Literal["cross_entropy", "kl", "tv", "lk"]
+# lk: KL weighs exp(-3 * acceptance) in a row, 1 - acceptance the rest. Source: LK losses, arXiv 2602.23881 (its eta).
+LK_DECAY = 3.0
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class HeadSums:
         weight: Tensor,  # (W, D) of the draft head
         step_weights: Tensor,  # (K,) fp64: what each draft step weighs in the loss
         dtype: torch.dtype,  # of the head's products
+        kind: LossKind,
         *,
         with_gradient: bool,
     ) -> None:
@@ -84,10 +88,11 @@ class HeadSums:
         self._weight = weight
         self._draft_head = weight.detach().to(dtype)
         self._step_weights = step_weights
+        self._kind = kind
         self._grad_weight = torch.zeros_like(weight, dtype=_wide_dtype(weight.dtype)) if with_gradient else None
         self._normed: list[Tensor] = []
         self._grad_normed: list[Tensor] = []
-        # (3, K): cross-entropy, rows whose choice is the recorded token, acceptance (1 - TV against all of V)
+        # (3, K): loss, rows whose choice is the recorded token, acceptance (1 - TV against all of V)
         self.sums = torch.zeros(3, num_steps, dtype=torch.float64, device=weight.device)
 
     @torch.no_grad()
@@ -115,10 +120,12 @@ class HeadSums:
             grad_scale = None
             if self._grad_weight is not None:
                 step_weights = zip(self._step_weights[columns].to(mass), sizes, strict=True)
-                grad_scale = mass * torch.cat([weight.expand(size) for weight, size in step_weights])
-            scores = _score_rows(hidden @ self._draft_head.T, target_logits, target_lse, share, at, grad_scale)
+                grad_scale = torch.cat([weight.expand(size) for weight, size in step_weights])
+            scores = _score_rows(
+                hidden @ self._draft_head.T, target_logits, target_lse, share, at, mass, grad_scale, self._kind
+            )
             right = (targets.token_ids[scores.choice] == recorded).to(mass)
-            rows_of = torch.stack([scores.cross_entropy * mass, right, scores.acceptance])  # (3, N)
+            rows_of = torch.stack([scores.loss, right, scores.acceptance])  # (3, N)
             self.sums[:, columns] += torch.stack(
                 [part.sum(-1, dtype=torch.float64) for part in rows_of.split(sizes, dim=1)], dim=1
             )
@@ -130,7 +137,7 @@ class HeadSums:
                     grad[rows] = part.to(grad.dtype)
 
     def loss(self) -> Tensor:
-        """Returns the weighted sum of the cross-entropies, () fp64, with the gradients that were made on the way."""
+        """Returns the weighted sum of the steps' losses, () fp64, with the gradients that were made on the way."""
         loss = (self._step_weights * self.sums[0]).sum()
         if self._grad_weight is None:
             return loss
@@ -163,7 +170,7 @@ class _KnownGradients(torch.autograd.Function):
 class _RowScores:
     """What N rows of draft logits are worth."""
 
-    cross_entropy: Tensor  # (N,) against the target's softmax over W
+    loss: Tensor  # (N,)
     acceptance: Tensor  # (N,) 1 - TV against the target over V
     choice: Tensor  # (N,) int64, the first choice among the draft tokens
     grad_logits: Tensor  # (N, W) scaled; meaningless where no scale was given
@@ -175,22 +182,43 @@ def _score_rows(
     target_lse: Tensor,  # (n,)
     share: Tensor,  # (n,)
     at: Tensor,  # (N,) which target row each row is scored against
+    mass: Tensor,  # (N,) what the target distribution of cross-entropy and KL sums to
     grad_scale: Tensor | None,  # (N,) what each row's gradient is multiplied by
+    kind: LossKind,
 ) -> _RowScores:
     if has_kernels(logits):
-        cross_entropy, acceptance, choice = _kernels().score_rows(
-            logits, target_logits, target_lse, share, at, grad_scale
+        loss, acceptance, choice = _kernels().score_rows(
+            logits, target_logits, target_lse, share, at, mass, grad_scale, kind, LK_DECAY
         )
-        return _RowScores(cross_entropy, acceptance, choice, grad_logits=logits)
-    probs = (_wide(target_logits) - target_lse[:, None]).exp()[at]  # (N, W)
+        return _RowScores(loss, acceptance, choice, grad_logits=logits)
+    log_probs = (_wide(target_logits) - target_lse[:, None])[at]  # (N, W)
+    probs = log_probs.exp()
     wide = _wide(logits)  # (N, W)
     drafted = wide.softmax(-1)
-    cross_entropy = wide.logsumexp(-1) - (probs * wide).sum(-1)
-    acceptance = torch.minimum(probs * share[at][:, None], drafted).sum(-1)
+    served = probs * share[at][:, None]
+    acceptance = torch.minimum(served, drafted).sum(-1)
+    loss = mass * (wide.logsumexp(-1) - (probs * wide).sum(-1))
+    divergence_weight = torch.ones_like(loss)  # of cross-entropy or KL; the rest is 1 - acceptance's
+    if kind != "cross_entropy":
+        divergence_weight = _divergence_weight(kind, acceptance)
+        kl = loss + mass * (probs * log_probs).nan_to_num(nan=0.0).sum(-1)
+        loss = divergence_weight * kl + (1 - divergence_weight) * (1 - acceptance)
     choice = wide.argmax(-1)
-    if grad_scale is not None:
-        drafted.sub_(probs).mul_(grad_scale[:, None])
-    return _RowScores(cross_entropy, acceptance, choice, drafted.to(logits.dtype))
+    if grad_scale is None:
+        return _RowScores(loss, acceptance, choice, logits)
+    grad = (drafted - probs).mul_((mass * divergence_weight)[:, None])
+    if kind in ("tv", "lk"):
+        is_below = drafted < served
+        pull = (drafted * is_below).sum(-1, keepdim=True)  # (N, 1) what moves a row's drafted mass to where it lacks
+        grad += drafted * (pull - is_below.to(drafted)) * (1 - divergence_weight)[:, None]
+    return _RowScores(loss, acceptance, choice, grad.mul_(grad_scale[:, None]).to(logits.dtype))
+
+
+def _divergence_weight(kind: LossKind, acceptance: Tensor) -> Tensor:  # (N,) -> (N,)
+    """Returns what KL weighs in each row; no gradient passes through it."""
+    if kind == "lk":
+        return (-LK_DECAY * acceptance).exp()
+    return torch.full_like(acceptance, 0.0 if kind == "tv" else 1.0)
 
 
 def _log_sum_exp(logits: Tensor) -> Tensor:  # (n, W) -> (n,) fp32 or wider

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from eagle3.draft.head import HeadSums, ScoredRows, Targets, chunks
+from eagle3.draft.head import HeadSums, LossKind, ScoredRows, Targets, chunks
 from eagle3.draft.model import Eagle3Drafter
 from eagle3.draft.target_weights import TargetWeights, log_normaliser
 from eagle3.draft.ttt import Chains, DraftStep, PackedSequences, unroll
@@ -20,8 +20,8 @@ from eagle3.draft.ttt import Chains, DraftStep, PackedSequences, unroll
 class TTTSums:
     """Sums over the counted rows of one pack, each step apart; only `loss` carries a gradient."""
 
-    loss: Tensor  # () fp64: sum over k of weight_k * cross_entropy_k, not divided by anything
-    cross_entropy: Tensor  # (K,) fp64, nats
+    loss: Tensor  # () fp64: sum over k of weight_k * step_loss_k, not divided by anything
+    step_loss: Tensor  # (K,) fp64, of each step; nats, or for `tv` the rejected share
     num_counted: Tensor  # (K,) fp64
     num_top1: Tensor  # (K,) fp64: the drafter's first choice is the recorded token (of a greedy target, its argmax)
     acceptance: Tensor  # (K,) fp64: sum of 1 - TV(target over V, drafter)
@@ -35,10 +35,11 @@ def ttt_sums(
     ttt_steps: int,
     ttt_decay: float,
     renormalise: bool,  # True: target softmax over the W draft tokens; False: exp(z - logZ over V), the rest lost
+    kind: LossKind = "cross_entropy",
     drop_rejected: bool = False,  # a row leaves after the first step whose choice is not the recorded token
     step_weights: Tensor | None = None,  # (K,) in place of ttt_decay ** k
 ) -> TTTSums:
-    """Unrolls the drafter and scores every counted row with soft cross-entropy against the target.
+    """Unrolls the drafter and scores every counted row against the target.
 
     With `drop_rejected` all sums are over the rows that are left: the loss is that of weights of zero for the others.
     A pack without counted rows gives zeros, and a loss that still reaches every parameter, so that ranks with and
@@ -52,7 +53,7 @@ def ttt_sums(
             (parameter.sum(dtype=torch.float64) for parameter in drafter.parameters()), start=zeros.new_zeros(())
         )
         nothing = nothing * 0.0
-        return TTTSums(loss=nothing, cross_entropy=zeros, num_counted=zeros, num_top1=zeros, acceptance=zeros)
+        return TTTSums(loss=nothing, step_loss=zeros, num_counted=zeros, num_top1=zeros, acceptance=zeros)
     if step_weights is None:
         step_weights = ttt_decay ** torch.arange(ttt_steps, dtype=torch.float64)
     # What lies on the CPU is copied now, before there is work that the copy would wait for.
@@ -60,6 +61,7 @@ def ttt_sums(
         drafter.lm_head.weight,
         step_weights.to(device, torch.float64),
         drafter.compute_dtype(),
+        kind,
         with_gradient=torch.is_grad_enabled(),
     )
     pack_targets = _pack_targets(drafter, target, packed, renormalise)
@@ -73,7 +75,7 @@ def ttt_sums(
     loss = head.loss()
     return TTTSums(
         loss=loss,
-        cross_entropy=head.sums[0],
+        step_loss=head.sums[0],
         num_counted=torch.tensor(num_counted, dtype=torch.float64).to(device, non_blocking=True),
         num_top1=head.sums[1],
         acceptance=head.sums[2],

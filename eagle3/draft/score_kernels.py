@@ -26,15 +26,20 @@ def score_rows(
     target_lse: Tensor,  # (n,) fp32: log-sum-exp of `target_logits`
     share: Tensor,  # (n,) fp32: what share of the target's whole mass the draft vocabulary has
     target_index: Tensor,  # (N,) int64: which target row each row is scored against
-    grad_scale: Tensor | None,  # (N,) fp32: what each row's (drafter - target) is multiplied by
-) -> tuple[Tensor, Tensor, Tensor]:  # soft cross-entropy (N,), acceptance (N,), first choice (N,) int64
-    """Scores draft logits against the target's softmax over W in two passes, and leaves their gradient in place.
+    mass: Tensor,  # (N,) fp32: what the target distribution of cross-entropy and KL sums to
+    grad_scale: Tensor | None,  # (N,) fp32: what each row's gradient is multiplied by
+    kind: str,  # of the loss
+    lk_decay: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # loss (N,), acceptance (N,), first choice (N,) int64
+    """Scores draft logits against the target's, and leaves their gradient in place.
+
+    Two passes over a row, and a third for losses whose gradient depends on the row's acceptance.
 
     The acceptance, 1 - TV, compares the drafter with the target over all V: the target's share is taken into account.
     """
     num_rows, width = logits.shape
-    cross_entropy = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-    acceptance = torch.empty_like(cross_entropy)
+    loss = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    acceptance = torch.empty_like(loss)
     choice = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     # Rows that share a target row run side by side, so that all but one of them find it in the cache.
     order = target_index.argsort()
@@ -45,15 +50,19 @@ def score_rows(
         share,
         order,
         target_index,
+        mass,
         grad_scale,
-        cross_entropy,
+        loss,
         acceptance,
         choice,
+        lk_decay,
         width,
+        KIND=kind,
+        WITH_TV=kind in ("tv", "lk"),
         BLOCK=SCORE_BLOCK,
         num_warps=8,
     )
-    return cross_entropy, acceptance, choice
+    return loss, acceptance, choice
 
 
 @triton.jit
@@ -93,11 +102,15 @@ def _score_rows_kernel(
     share,
     order,
     target_index,
+    mass,
     grad_scale,
-    cross_entropy,
+    loss,
     acceptance,
     choice,
+    lk_decay,
     width,
+    KIND: tl.constexpr,
+    WITH_TV: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.load(order + tl.program_id(0))
@@ -107,11 +120,14 @@ def _score_rows_kernel(
     lse, place = _row_log_sum_exp(logits, width, BLOCK)
     lse_of_target = tl.load(target_lse + target)
     row_share = tl.load(share + target)
+    row_mass = tl.load(mass + row)
     if grad_scale is not None:
         scale = tl.load(grad_scale + row)
     lanes = tl.arange(0, BLOCK)
     dots = tl.zeros([BLOCK], tl.float32)
     overlap = tl.zeros([BLOCK], tl.float32)
+    target_dots = tl.zeros([BLOCK], tl.float32)
+    below = tl.zeros([BLOCK], tl.float32)
     for start in range(0, width, BLOCK):
         mask = start + lanes < width
         x = tl.load(logits + start + lanes, mask=mask, other=0.0).to(tl.float32)
@@ -120,9 +136,34 @@ def _score_rows_kernel(
         drafted = tl.exp(x - lse)
         dots += prob * x
         overlap += tl.minimum(prob * row_share, drafted)
-        if grad_scale is not None:
-            grad = (drafted - prob) * scale
+        if KIND != "cross_entropy":
+            target_dots += prob * tl.where(prob > 0, y, 0.0)
+        if WITH_TV:
+            below += tl.where(mask & (drafted < prob * row_share), drafted, 0.0)
+        if grad_scale is not None and not WITH_TV:
+            grad = (drafted - prob) * row_mass * scale
             tl.store(logits + start + lanes, grad.to(logits.dtype.element_ty), mask=mask)
+    accepted = tl.sum(overlap, axis=0)
+    row_loss = row_mass * (lse - tl.sum(dots, axis=0))
+    if KIND != "cross_entropy":
+        row_loss += row_mass * (tl.sum(target_dots, axis=0) - lse_of_target)
+    if WITH_TV:
+        divergence_weight = 0.0
+        if KIND == "lk":
+            divergence_weight = tl.exp(-lk_decay * accepted)
+        row_loss = divergence_weight * row_loss + (1.0 - divergence_weight) * (1.0 - accepted)
+        if grad_scale is not None:
+            pull = tl.sum(below, axis=0)
+            for start in range(0, width, BLOCK):
+                mask = start + lanes < width
+                x = tl.load(logits + start + lanes, mask=mask, other=0.0).to(tl.float32)
+                y = tl.load(target_logits + start + lanes, mask=mask, other=float("-inf")).to(tl.float32)
+                prob = tl.exp(y - lse_of_target)
+                drafted = tl.exp(x - lse)
+                is_below = tl.where(drafted < prob * row_share, 1.0, 0.0)
+                grad = (drafted - prob) * row_mass * divergence_weight
+                grad += drafted * (pull - is_below) * (1.0 - divergence_weight)
+                tl.store(logits + start + lanes, (grad * scale).to(logits.dtype.element_ty), mask=mask)
     tl.store(choice + row, place.to(tl.int64))
-    tl.store(cross_entropy + row, lse - tl.sum(dots, axis=0))
-    tl.store(acceptance + row, tl.sum(overlap, axis=0))
+    tl.store(loss + row, row_loss)
+    tl.store(acceptance + row, accepted)

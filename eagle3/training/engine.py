@@ -56,12 +56,13 @@ class TTTModule(nn.Module):
                 packed,
                 ttt_steps=self.objective.ttt_steps,
                 ttt_decay=self.objective.ttt_decay,
+                kind=self.objective.loss,
                 renormalise=self.objective.renormalise,
                 # Held-out rows stay, so that their figures can be compared whatever the objective.
                 drop_rejected=self.objective.drop_rejected and torch.is_grad_enabled(),
                 step_weights=step_weights,
             )
-        return sums.loss, torch.stack([sums.cross_entropy, sums.num_counted, sums.num_top1, sums.acceptance])
+        return sums.loss, torch.stack([sums.step_loss, sums.num_counted, sums.num_top1, sums.acceptance])
 
 
 class Engine:

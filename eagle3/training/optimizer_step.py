@@ -22,14 +22,14 @@ from eagle3.training.packs import CodedPack, on_device
 class MetricSums:
     """Sums over counted rows, each draft step apart, over all ranks; divided when they are printed."""
 
-    cross_entropy: Tensor  # (K,) fp64
+    step_loss: Tensor  # (K,) fp64
     num_counted: Tensor  # (K,) fp64
     num_top1: Tensor  # (K,) fp64
     acceptance: Tensor  # (K,) fp64
 
     def __add__(self, other: "MetricSums") -> "MetricSums":
         return MetricSums(
-            self.cross_entropy + other.cross_entropy,
+            self.step_loss + other.step_loss,
             self.num_counted + other.num_counted,
             self.num_top1 + other.num_top1,
             self.acceptance + other.acceptance,
@@ -37,7 +37,7 @@ class MetricSums:
 
     def loss(self, objective: ObjectiveConfig) -> float:
         """Returns the objective of all these rows together."""
-        return float((loss_weights(objective, self.num_counted) * self.cross_entropy).sum())
+        return float((loss_weights(objective, self.num_counted) * self.step_loss).sum())
 
     def per_position(self) -> dict[str, list[float]]:
         """Returns top-1 agreement and acceptance (1 - TV) at each draft step, averaged over its counted rows."""

@@ -12,18 +12,15 @@ import torch
 from conftest import write_tokenizer
 from safetensors.torch import load_file, save_file
 from test_served import INFO, Reply, running_server
-from tiny_drafters import LAYERS, fit_drafter, random_drafter, write_store
+from tiny_drafters import LAYERS, write_fitted_drafter
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from eagle3.config import UserError
-from eagle3.draft.export import export_drafter
-from eagle3.draft.target_weights import load_target_config
-from eagle3.evaluation.decoder import decode
 from eagle3.evaluation.doctor.command import Examination, examine, main
 from eagle3.evaluation.doctor.tensors import singular_ratio
 from eagle3.evaluation.target import LocalTarget
-from eagle3.prompts.rendering import ChatRenderer, load_tokenizer, tokenizer_digest
+from eagle3.prompts.rendering import ChatRenderer, load_tokenizer
 
 IDS = [boundary - 1 for boundary in LAYERS]  # what SGLang's Llama makes LAYERS of
 
@@ -34,46 +31,10 @@ def local(tiny_target: Path) -> LocalTarget:
 
 
 @pytest.fixture(scope="module")
-def kwargs_digests(tiny_target: Path) -> dict[str, str]:
-    tokenizer = load_tokenizer(str(tiny_target), False)
-    return {
-        "tokenizer_digest": tokenizer_digest(tokenizer),
-        "chat_template_digest": ChatRenderer(tokenizer, {}).template_digest(),
-    }
-
-
-@pytest.fixture(scope="module")
-def good(
-    tmp_path_factory: pytest.TempPathFactory, tiny_target: Path, local: LocalTarget, kwargs_digests: dict[str, str]
-) -> tuple[Path, Path]:
+def good(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path, local: LocalTarget) -> tuple[Path, Path]:
     """An exported drafter fitted to the target's answers, and a store of them."""
-    generator = torch.Generator().manual_seed(5)
-    prompts = [
-        torch.randint(3, 320, (n,), generator=generator).tolist() for n in (4, 9, 11, 25, 8, 14, 6, 17, 12, 21, 10, 15)
-    ]
-    answers = decode(local, None, prompts, num_draft_tokens=0, max_new_tokens=40, batch_size=12)
-    drafter = random_drafter(local, 320)
-    # Blind to the embeddings, or it would learn these few answers by heart and not mind which states it gets.
-    drafter.midlayer.input_layernorm.weight.detach().zero_()
-    drafter.midlayer.input_layernorm.weight.requires_grad_(False)
-    sequences = [prompt + answer.token_ids for prompt, answer in zip(prompts, answers, strict=True)]
-    fit_drafter(drafter, local, sequences, num_steps=70)
-    # Heads have a direction in common, which adds the same number to all logits; tiny random ones have not.
-    with torch.no_grad():
-        drafter.lm_head.weight += 0.2 * torch.randn(64, generator=generator)
-    directory = tmp_path_factory.mktemp("good")
-    samples = [local.features(f"s{i}", p, a.token_ids) for i, (p, a) in enumerate(zip(prompts, answers, strict=True))]
-    digest = kwargs_digests["chat_template_digest"]
-    write_store(directory / "store", tiny_target, samples, chat_template_digest=digest)
-    export_drafter(
-        drafter,
-        directory / "drafter",
-        target_config=load_target_config(tiny_target),
-        card="",
-        dtype=torch.float32,
-        trained_on=kwargs_digests,
-    )
-    return directory / "drafter", directory / "store"
+    fitted = write_fitted_drafter(tmp_path_factory.mktemp("good"), tiny_target, local)
+    return fitted.drafter, fitted.store
 
 
 def write_as_others_do(source: Path, directory: Path, **changes: Any) -> Path:
@@ -464,7 +425,7 @@ def test_served_and_offline_first_drafts_are_compared(
         examination = look(good[0], tiny_target, good[1], server=url)
     assert names(examination) == ([found] if found else [])
     if found == "nothing-accepted":
-        assert "the server accepted no draft in 360 rounds" in examination.findings[0].what
+        assert re.match(r"the server accepted no draft in 3\d0 rounds", examination.findings[0].what)
     elif found:
         assert "first drafts are right 33.3% of the time on the server and" in examination.findings[0].what
 

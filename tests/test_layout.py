@@ -97,7 +97,7 @@ def test_imports_go_down_the_layers(path: str) -> None:
 
 @pytest.mark.parametrize("path", MODULES)
 def test_sglang_is_imported_by_the_plugin_only(path: str) -> None:
-    if path == "eagle3/capture/plugin.py":
+    if path in ("eagle3/capture/plugin.py", "eagle3/capture/guard.py"):
         return
     for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

@@ -15,6 +15,7 @@ from conftest import REPOSITORY
 from sglang_servers import wait_for_file
 from torch import Tensor, nn
 
+from eagle3.capture import plugin
 from eagle3.capture.handover import Handover
 from eagle3.capture.plugin import (
     CaptureError,
@@ -261,12 +262,16 @@ def test_missing_directory_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
         Recorder(tmp_path / "none", "1,2").after_load_model(None, runner)
 
 
-def test_nothing_is_registered_unless_a_directory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_records_or_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    guards: list[None] = []
+    monkeypatch.setattr(plugin, "register_guard", lambda: guards.append(None))
     monkeypatch.delenv(DIRECTORY_VARIABLE, raising=False)
-    register()  # it would import sglang, which is not installed here
+    register()
+    assert len(guards) == 1
     monkeypatch.setenv(DIRECTORY_VARIABLE, "somewhere")
     with pytest.raises(ModuleNotFoundError, match="sglang"):
-        register()
+        register()  # sglang is not installed here
+    assert len(guards) == 1
 
 
 def test_imports_beside_torch_and_safetensors_alone(tmp_path: Path) -> None:
@@ -287,7 +292,7 @@ def test_imports_beside_torch_and_safetensors_alone(tmp_path: Path) -> None:
         ]
     assert not (tmp_path / "numpy").exists()
     (tmp_path / "eagle3").symlink_to(REPOSITORY / "eagle3")
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import eagle3.capture.plugin as p; p.register()"
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import eagle3.capture.plugin"
     result = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
 

@@ -1,6 +1,7 @@
 """Drafters for tiny targets: random ones, ones fitted to a few answers so that some drafts are right, and a store."""
 
 import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from eagle3.draft.export import export_drafter
 from eagle3.draft.model import DrafterConfig, Eagle3Drafter
+from eagle3.draft.target_weights import load_target_config
+from eagle3.evaluation.decoder import decode
 from eagle3.evaluation.target import LocalTarget
 from eagle3.features.manifest import Manifest, digest_target_config, digest_target_weights
 from eagle3.features.record import FeatureSample
 from eagle3.features.writer import FeatureWriter
-from eagle3.prompts.rendering import load_tokenizer, tokenizer_digest
+from eagle3.prompts.rendering import ChatRenderer, load_tokenizer, tokenizer_digest
 
 LAYERS = (2, 4, 5)
 
@@ -40,6 +44,47 @@ def write_store(path: Path, target: Path, samples: list[FeatureSample], **change
     with FeatureWriter(path, dataclasses.replace(manifest, **changes), shard_bytes=2**20) as writer:
         for sample in samples:
             writer.write(sample)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A drafter that is right more often than not, and what it was fitted to."""
+
+    drafter: Path  # exported
+    store: Path
+    prompts: list[list[int]]
+
+
+def write_fitted_drafter(directory: Path, target_path: Path, target: LocalTarget) -> Fitted:
+    """Exports a drafter fitted to the target's answers to some prompts, and writes a store of them."""
+    generator = torch.Generator().manual_seed(5)
+    lengths = (4, 9, 11, 25, 8, 14, 6, 17, 12, 21, 10, 15)
+    prompts = [torch.randint(3, 320, (length,), generator=generator).tolist() for length in lengths]
+    answers = decode(target, None, prompts, num_draft_tokens=0, max_new_tokens=40, batch_size=12)
+    drafter = random_drafter(target, 320)
+    # Blind to the embeddings, or it would learn these few answers by heart and not mind which states it gets.
+    drafter.midlayer.input_layernorm.weight.detach().zero_()
+    drafter.midlayer.input_layernorm.weight.requires_grad_(False)
+    sequences = [prompt + answer.token_ids for prompt, answer in zip(prompts, answers, strict=True)]
+    fit_drafter(drafter, target, sequences, num_steps=70)
+    # Heads have a direction in common, which adds the same number to all logits; tiny random ones have not.
+    with torch.no_grad():
+        drafter.lm_head.weight += 0.2 * torch.randn(64, generator=generator)
+    tokenizer = load_tokenizer(str(target_path), False)
+    digests = {
+        "tokenizer_digest": tokenizer_digest(tokenizer),
+        "chat_template_digest": ChatRenderer(tokenizer, {}).template_digest(),
+    }
+    samples = [
+        target.features(f"s{i}", prompt, answer.token_ids)
+        for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+    ]
+    write_store(directory / "store", target_path, samples, chat_template_digest=digests["chat_template_digest"])
+    config = load_target_config(target_path)
+    export_drafter(
+        drafter, directory / "drafter", target_config=config, card="", dtype=torch.float32, trained_on=digests
+    )
+    return Fitted(directory / "drafter", directory / "store", prompts)
 
 
 def random_drafter(

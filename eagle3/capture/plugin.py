@@ -1,7 +1,7 @@
 """Inside SGLang: records the hidden states of each prefill.
 
-SGLang loads it in each of its processes through the entry point group `sglang.srt.plugins` and it does nothing unless
-EAGLE3_CAPTURE_DIR names a directory. Two hooks: after a model is loaded its own EAGLE-3 capture is switched on, and
+SGLang loads it in each of its processes through the entry point group `sglang.srt.plugins`, and it records nothing
+unless EAGLE3_CAPTURE_DIR names a directory. Two hooks: after a model is loaded its EAGLE-3 capture is switched on, and
 around the target's LogitsProcessor the states of all tokens are copied. Layers are boundaries: k is the residual
 stream that enters layer k, whatever the model class adds to the ids that it is given.
 """
@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
+from eagle3.capture.guard import register_guard
 from eagle3.capture.handover import Handover
 from eagle3.capture.staging import DIRECTORY_VARIABLE, LAYERS_VARIABLE, Part, tokens_of, write_json
 
@@ -51,9 +52,13 @@ class EngineSettings:
 
 
 def register() -> None:
-    """Registers the hooks, if EAGLE3_CAPTURE_DIR names a directory; SGLang calls it in each of its processes."""
+    """Registers the hooks, if EAGLE3_CAPTURE_DIR names a directory; SGLang calls it in each of its processes.
+
+    A server that does not record may serve a drafter, and gets the guard instead.
+    """
     directory = os.environ.get(DIRECTORY_VARIABLE)
     if not directory:
+        register_guard()
         return
     # Imported here since this module must import where SGLang is not installed.
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType

@@ -131,7 +131,7 @@ def _look_at_work(
         findings = [each for each in findings if each.name != "layer-ids"]
         findings += try_layers(files, target, evidence.samples)
     if client is not None:
-        findings = findings + check_served(client, evidence.samples, evidence.position_0)
+        findings = findings + check_served(client.url, evidence.samples, evidence.position_0)
     return replace(evidence, findings=findings)
 
 

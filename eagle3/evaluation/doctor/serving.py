@@ -2,7 +2,9 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from eagle3.draft.serving_config import IDS_ARE_BOUNDARIES, target_architecture
 from eagle3.evaluation.doctor.evidence import Share
@@ -55,14 +57,19 @@ def _check_version(files: DrafterFiles, target: Target, facts: ServerFacts) -> l
     return [Finding("layer-ids", what, f"serve with SGLang 0.5.17 or newer, or write {[i - 1 for i in ids]} for it")]
 
 
-def check_served(client: SGLangClient, samples: Sequence[FeatureSample], offline: Share) -> list[Finding]:
+def check_served(url: str, samples: Sequence[FeatureSample], offline: Share) -> list[Finding]:
     """Asks the server the samples' first questions, and compares how often first drafts are right.
 
     Raises:
         UserError: the server does not answer, or has speculation off.
     """
-    prompts = [ids[:first] for ids, first in map(_first_answer, samples) if first > 0][:NUM_PROMPTS]
-    answers = client.answer_all(prompts, CONCURRENCY, lambda answer: None)
+    asked = [turn for turn in map(_first_turn, samples) if turn.prompt_ids]
+    if not asked:
+        return []
+    # No further than the recorded answers go: what comes after may be drafted worse.
+    num_tokens = max(2, min(ANSWER_TOKENS, int(median(turn.num_tokens for turn in asked))))
+    prompts = [turn.prompt_ids for turn in asked if turn.num_tokens >= num_tokens][:NUM_PROMPTS]
+    answers = SGLangClient(url, num_tokens).answer_all(prompts, CONCURRENCY, lambda answer: None)
     served = _served_position_0(answers)
     num_accepted = sum(answer.num_tokens - 1 - answer.rounds for answer in answers)
     if num_accepted <= 0:
@@ -85,10 +92,19 @@ def check_served(client: SGLangClient, samples: Sequence[FeatureSample], offline
     return [Finding("served-below-offline", what, remedy)]
 
 
-def _first_answer(sample: FeatureSample) -> tuple[list[int], int]:
-    """Returns a sample's tokens, and where its first answer begins (0: it has no prompt)."""
-    starts = sample.loss_mask.nonzero().flatten()
-    return sample.input_ids.tolist(), int(starts[0]) if starts.numel() else 0
+@dataclass(frozen=True)
+class _Turn:
+    """A sample's first question, and how long its recorded answer is."""
+
+    prompt_ids: list[int]
+    num_tokens: int
+
+
+def _first_turn(sample: FeatureSample) -> _Turn:
+    supervised = sample.loss_mask.tolist()
+    first = supervised.index(True) if any(supervised) else 0
+    end = supervised.index(False, first) if False in supervised[first:] else len(supervised)
+    return _Turn(sample.input_ids[:first].tolist(), end - first)
 
 
 def _served_position_0(answers: Sequence[ServedAnswer]) -> Share | None:

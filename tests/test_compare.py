@@ -227,7 +227,9 @@ def test_a_run_without_counters_does_not_hold(base: Path, tmp_path: Path, capsys
     assert "cannot be tested against train" in capsys.readouterr().out
 
 
-def test_the_files_of_a_resumed_run_are_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_files_of_a_resumed_run_are_one_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     identity = Identity("abcd1234", "a", "g", "train")
     settings = {"data": {"seed": 0}, "provenance": {"run": dataclasses.asdict(identity), "num_draft_tokens": 3}}
@@ -237,7 +239,11 @@ def test_the_files_of_a_resumed_run_are_one_run(tmp_path: Path, monkeypatch: pyt
                 board.log(step, {"loss": loss})
             board.table("questions", COLUMNS, [["held_out", "q", "p", None, 5, loss, [loss], [0.0]]])
         time.sleep(1.1)  # W&B names directories by the second
+    killed = tmp_path / "wandb" / "offline-run-20991231_000000-abcd1234" / "run-abcd1234.wandb"  # at its very start
+    killed.parent.mkdir()
+    killed.write_bytes(bytes.fromhex("3a572642e1be00"))  # as such a kill left it
     (run,) = compare.read(str(tmp_path / "wandb"))
+    assert f"{killed} is left out: its process was killed before" in caplog.text
     assert run.identity == identity
     assert run.curve("loss") == {1: 4.0, 2: 4.0, 3: 2.0, 4: 2.0, 5: 2.0, 6: 2.0}
     assert [each.answer.rounds for each in run.questions["held_out"]] == [2.0]
@@ -292,9 +298,14 @@ def test_what_wandb_does_not_have_is_the_users_mistake() -> None:
 
 
 def test_a_file_that_wandb_cannot_read_is_named(tmp_path: Path) -> None:
-    (tmp_path / "x.wandb").write_bytes(b"no log")
+    (tmp_path / "x.wandb").write_bytes(b"no log at all")
     with pytest.raises(UserError, match=r"a \.wandb file must be one that `wandb leet inspect` reads, got .*x\.wandb"):
         compare.read(str(tmp_path / "x.wandb"))
+
+
+def test_wandb_files_without_a_run_are_an_error(base: Path) -> None:
+    with pytest.raises(UserError, match=r"W&B's files must hold a training or an evaluation, got none in .*features"):
+        compare.read(str(base / "features" / "wandb"))
 
 
 def test_names_that_mean_no_run_are_refused(base: Path, tmp_path: Path) -> None:

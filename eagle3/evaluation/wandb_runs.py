@@ -1,11 +1,12 @@
 """Runs in W&B: from the files that its client writes offline, through W&B's own reader, or from its API."""
 
 import json
+import logging
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import wandb
 from eagle3.config import UserError
 from eagle3.draft.questions import COLUMNS, Question, add_row
 from eagle3.evaluation.runs import Run, make_run
+
+logger = logging.getLogger(__name__)
 
 FILTERS = {"group": "group", "job_type": "jobType", "tag": "tags", "name": "display_name", "state": "state"}
 REMOTE = re.compile(r"(?P<project>[^/?]+/[^/?]+)(/(?P<run>[^/?]+)|\?(?P<filter>.+))")
@@ -26,7 +29,7 @@ def wandb_files(path: Path) -> list[Path]:
     return sorted(path.glob("*.wandb")) or sorted(path.glob("*run-*/*.wandb"), key=lambda file: file.parent.name)
 
 
-def read_wandb_files(files: Iterable[Path]) -> list[Run]:
+def read_wandb_files(files: Sequence[Path]) -> list[Run]:
     """Reads offline runs; the files of one run that was resumed become one.
 
     Raises:
@@ -35,8 +38,14 @@ def read_wandb_files(files: Iterable[Path]) -> list[Run]:
     by_id: dict[str, list[_Session]] = {}
     for file in files:
         session = _read_session(file)
+        if session is None:
+            logger.warning("%s is left out: its process was killed before W&B had written what run it is", file)
+            continue
         if session.config.get("provenance", {}).get("run", {}).get("job_type") != "extract":
             by_id.setdefault(session.id, []).append(session)
+    if not by_id:
+        names = ", ".join(map(str, files))
+        raise UserError(f"W&B's files must hold a training or an evaluation, got none in {names}; name another run")
     return [_join(sessions) for sessions in by_id.values()]
 
 
@@ -83,8 +92,10 @@ class _Session:
         self.table = file.parent / "files" / table["path"] if isinstance(table, Mapping) else None
 
 
-def _read_session(file: Path) -> _Session:
+def _read_session(file: Path) -> _Session | None:
     summary = json.loads(_inspect(file, "--summary", "--json"))
+    if not summary["run_id"]:
+        return None
     return _Session(file, summary, [json.loads(line) for line in _inspect(file, "--json").splitlines()])
 
 

@@ -227,6 +227,7 @@ class EvaluateConfig:
     timed_prompts: int = 8  # decoded once more one at a time, plain and speculative, for tokens/s; 0: not timed
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     store: str | None = None  # also simulate over this store's held-out samples; null: do not
+    explain: bool = False  # also look for what keeps acceptance low, as `python -m eagle3 doctor` does
     compare_untrained: bool = False  # also measure the drafter of the same shape with the target's head and norm
     out: str = "ckpts/evaluation"  # directory for result.json and questions.jsonl
     seed: int = 0

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -40,6 +41,24 @@ def drafter(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
         dtype=torch.float32,
     )
     return directory
+
+
+def test_an_evaluation_explains_what_it_finds(
+    tmp_path: Path, tiny_target: Path, drafter: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = Path(shutil.copytree(drafter, tmp_path / "drafter"))
+    values = json.loads((broken / "config.json").read_text()) | {"max_position_embeddings": 100}
+    (broken / "config.json").write_text(json.dumps(values))
+    target = {"target.path": tiny_target, "target.dtype": "float32", "target.device": "cpu", "timed_prompts": 0}
+    result = evaluate(settings(tmp_path / "out", prompts, **target, drafter=broken, explain="true"))
+    # A random target's head, which a drafter of it starts with, looks random.
+    assert [finding.partition(":")[0] for finding in result["findings"]] == ["random-head", "context-length"]
+    finding = result["findings"][1]
+    assert finding.startswith("context-length: max_position_embeddings is 100 and the target's 512")
+    assert "; remedy: write 512 into config.json" in finding
+    assert "context-length" in capsys.readouterr().out
+    with pytest.raises(UserError, match="drafter must name a directory with explain=true, got null"):
+        evaluate(settings(tmp_path / "out", prompts, server="http://127.0.0.1:9", explain="true"))
 
 
 @pytest.fixture(scope="module")

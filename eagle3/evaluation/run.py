@@ -14,6 +14,7 @@ from eagle3.config import EvaluateConfig, UserError, config_to_dict
 from eagle3.draft.export import load_drafter
 from eagle3.draft.questions import COLUMNS, QUESTIONS_NAME, rows, write_questions
 from eagle3.draft.target_weights import load_target_config, load_target_weights
+from eagle3.evaluation.doctor.command import examine, show
 from eagle3.evaluation.local import evaluate_local
 from eagle3.evaluation.report import Measured, Report, Stopwatch, measure, progress_bar
 from eagle3.evaluation.served import ServedAnswer, ServerFacts, SGLangClient, findings, served_rounds
@@ -44,6 +45,8 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
             made_by = identity.inputs[0] if (Path(config.drafter).parent / PROVENANCE_NAME).is_file() else "unknown"
             board.reads(drafter_files(Path(config.drafter), made_by, {}))
         report = evaluate_local(config) if config.server is None else evaluate_served(config)
+        if config.explain:
+            report = dataclasses.replace(report, findings=report.findings + _explain(config))
         report = dataclasses.replace(report, peak_memory_bytes=_peak_memory_bytes())
         _show_results(board, report)
     result = report.to_dict() | {"config": config_to_dict(config), "git": git_state()}
@@ -53,6 +56,21 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     write_whole(out / RESULT_NAME, json.dumps(result, indent=1) + "\n")
     console.print(f"All figures: {out / RESULT_NAME}", highlight=False, markup=False)
     return result
+
+
+def _explain(config: EvaluateConfig) -> list[str]:
+    """Prints what the doctor says, and returns its findings, each with its remedy."""
+    assert config.drafter is not None, "the config was checked"
+    examination = examine(
+        Path(config.drafter),
+        target_path=Path(config.target.path) if config.target is not None else None,
+        store_path=Path(config.store) if config.store is not None else None,
+        server=config.server,
+        tries_layers=False,
+        chat_template_kwargs=config.prompts.chat_template_kwargs,
+    )
+    show(examination, Path(config.drafter), Console())
+    return [f"{finding.name}: {finding.what}; remedy: {finding.remedy}" for finding in examination.findings]
 
 
 def _facts(config: EvaluateConfig) -> dict[str, Any]:
@@ -128,6 +146,8 @@ def _check(config: EvaluateConfig) -> None:
         problems.append("target.path must name the target, got none; set it, or evaluate a server with --server URL")
     if config.drafter is None and (config.server is None or config.store is not None):
         problems.append("drafter must name a directory in SGLang's format, got null; set it, e.g. drafter=RUN/drafter")
+    if config.explain and config.drafter is None:
+        problems.append("drafter must name a directory with explain=true, got null; set it, or leave explain out")
     if config.server is not None and config.store is not None and config.target is None:
         problems.append("target.path must name the target to simulate over a store, got none; set it")
     if config.server is not None and config.compare_untrained:

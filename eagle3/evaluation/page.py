@@ -54,6 +54,7 @@ def draw(comparison: Comparison) -> bytes:
         ) from None
     figure = Figure(figsize=(11, 7.5), dpi=110, layout="constrained")
     (loss, tau), (intervals, paired) = figure.subplots(2, 2)
+    loss.sharex(tau)
     _draw_curves(loss, comparison, [("loss", "-", "train"), ("held_out/loss", "--", "held-out")], "loss")
     _draw_curves(tau, comparison, [("held_out/tau", "-o", "")], "held-out tau, its best checkpoint ringed")
     for index, best in enumerate(comparison.best):
@@ -105,9 +106,8 @@ def _draw_verdicts(axes: Any, comparison: Comparison) -> None:
     labels = [f"{verdict.contender}\n{MEASURES[verdict.measure].split(',')[0]}" for verdict in comparison.verdicts]
     axes.set_yticks(range(len(labels)), labels)
     axes.set_ylim(len(labels) - 0.5, -0.5)
-    axes.set(
-        title=f"tau against {comparison.contenders[0].name}: drafters (thick), recipes (thin)", xlabel="tokens a round"
-    )
+    label = "tokens a round; thick: these drafters, thin: the recipes"
+    axes.set(title=f"tau against {comparison.contenders[0].name}", xlabel=label)
 
 
 def _figures(comparison: Comparison, command: Sequence[str]) -> dict[str, Any]:

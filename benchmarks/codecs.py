@@ -49,7 +49,6 @@ from eagle3.training.packs import PackReader, on_device
 from eagle3.training.trainer import DRAFTER_NAME, train
 
 LOSSY: tuple[Codec, ...] = ("int8", "fp8")
-NUM_MEASURED = 200  # samples whose states the errors are averaged over
 
 
 def capture(arguments: argparse.Namespace) -> None:
@@ -127,13 +126,14 @@ def difference(codec: list[list[AnswerRounds]], exact: list[list[AnswerRounds]],
     return {"difference": float(taus(sums.sum(0))), "low": low, "high": high}
 
 
-def state_error(store: FeatureStore, codec: Codec, target: TargetWeights) -> dict[str, Any]:
+def state_error(store: FeatureStore, codec: Codec, target: TargetWeights, num_samples: int) -> dict[str, Any]:
     """Returns what a codec does to each captured state, first tokens apart, and to the target's distribution."""
     hidden_size, layers = store.manifest.hidden_size, store.manifest.capture_layers
     parts: dict[str, list[Tensor]] = {}
     kl_sum = same_sum = num_rows = 0.0
     device = target.lm_head.device
-    for index in range(min(NUM_MEASURED, len(store))):
+    head = target.lm_head.float()
+    for index in range(min(num_samples, len(store))):
         sample = store[index]
         states = dict(zip(map(str, layers), sample.aux_hidden_states.split(hidden_size, dim=1), strict=True))
         for name, exact in (states | {"last": sample.last_hidden_states}).items():
@@ -144,7 +144,6 @@ def state_error(store: FeatureStore, codec: Codec, target: TargetWeights) -> dic
             if name != "last":
                 parts.setdefault(f"{name}/of_typical_first_token", []).append(by_typical[:1])
                 continue
-            head = target.lm_head.float()
             before = (exact.to(device).float() @ head.T).log_softmax(-1)  # (R, V)
             after = (coded.to(device).float() @ head.T).log_softmax(-1)
             kl_sum += float((before.exp() * (before - after)).sum())
@@ -169,6 +168,7 @@ def main() -> None:
     parser.add_argument("--draft-vocab-size", type=int, default=4096)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--held-out-share", type=float, default=1 / 4)
+    parser.add_argument("--measured", type=int, default=200, help="samples whose states' errors are averaged")
     parser.add_argument("--out", type=Path, help="also write the figures as JSON")
     arguments = parser.parse_args()
     if not (arguments.store / MANIFEST_NAME).exists():
@@ -202,7 +202,7 @@ def main() -> None:
                 "tau_by_seed": [summarise(run, 0).tau for run in runs[codec]],
                 "bytes_per_token": store.num_bytes / store.num_tokens,
                 "against_exact": difference(runs[codec], runs[exact_codec]) if codec != exact_codec else None,
-                "state_error": state_error(exact, codec, target) if codec != exact_codec else None,
+                "state_error": state_error(exact, codec, target, arguments.measured) if codec != exact_codec else None,
             }
         )
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)

@@ -165,6 +165,23 @@ def test_a_coded_store_has_the_states_of_an_exact_one_but_for_rounding(tiny_targ
         assert torch.equal(seen.target_logz, sample.target_logz)  # of the states before they were coded
 
 
+def test_several_writers_fill_one_store_with_a_share_each(tiny_target: Path, tmp_path: Path) -> None:
+    alone = make_config(tiny_target, tmp_path, regenerate=RegenerateConfig(enabled=False))
+    run_extraction(alone)
+    together = replace(alone.store, path=str(tmp_path / "shared"), num_writers=2)
+    for writer in (1, 0):
+        run_extraction(replace(alone, store=replace(together, writer=writer)))
+    store = FeatureStore(tmp_path / "shared")
+    assert store.verify() == []
+    wanted, seen = contents(tmp_path / "store"), contents(tmp_path / "shared")
+    assert seen.keys() == wanted.keys()
+    for name, sample in wanted.items():
+        assert torch.equal(seen[name].input_ids, sample.input_ids)
+    for name in ("answers.jsonl", "rejected.jsonl", "parity.json"):
+        assert (tmp_path / "shared" / name).exists()
+        assert (tmp_path / "shared" / "writer-1" / name).exists()
+
+
 KILLED_RUN = """
 import os, signal, sys
 from pathlib import Path
@@ -385,7 +402,7 @@ def test_settings_that_cannot_work_are_named_all_at_once(tiny_target: Path, tmp_
     config = make_config(tiny_target, tmp_path, batch_tokens=0, max_quarantined_share=-0.1)
     regenerate = RegenerateConfig(max_new_tokens=0, batch_size=0, temperature=-1.0, top_p=1.5)
     server = ServerConfig(tensor_parallel_size=0, max_requests=0, staging_bytes=0)
-    wrong = replace(config, regenerate=regenerate, server=server, store=replace(config.store, shard_bytes=0))
+    wrong = replace(config, regenerate=regenerate, server=server, store=replace(config.store, shard_bytes=0, writer=1))
     wrong = replace(wrong, prompts=replace(config.prompts, max_tokens=0))
     with pytest.raises(UserError) as caught:
         run_extraction(wrong)
@@ -399,6 +416,7 @@ def test_settings_that_cannot_work_are_named_all_at_once(tiny_target: Path, tmp_
         "  server.tensor_parallel_size must be at least 1, got 0",
         "  server.max_requests must be at least 1, got 0",
         "  server.staging_bytes must be at least 1, got 0",
+        "  store.writer must be from 0 to below store.num_writers=1, got 1",
         "  regenerate.temperature must be 0 or more, got -1.0",
         "  regenerate.top_p must be above 0 and at most 1, got 1.5",
         "  max_quarantined_share must be from 0 to 1, got -0.1",

@@ -33,7 +33,7 @@ from eagle3.features.manifest import (
     read_manifest,
 )
 from eagle3.features.store import FeatureStore, digest_store
-from eagle3.features.writer import FeatureWriter
+from eagle3.features.writer import FeatureWriter, side_path
 from eagle3.plan import SampleSize, plan_extraction, readable_bytes
 from eagle3.prompts.conversations import BadRow
 from eagle3.prompts.rendering import ChatRenderer, load_tokenizer, make_renderer, tokenizer_digest
@@ -58,31 +58,34 @@ def run_extraction(config: ExtractConfig) -> ExtractionReport:
     renderer = make_renderer(tokenizer, config.prompts)
     max_tokens = min(config.prompts.max_tokens, facts.max_tokens)
     selection = select_rows(config.prompts, renderer, config.regenerate, max_tokens=max_tokens)
+    selection = selection.share(config.store.writer, config.store.num_writers)
     manifest = build_manifest(config, facts, renderer, tokenizer)
     store, store_path = config.store, Path(config.store.path)
-    stored_ids, quarantined_ids = _stored(store_path, manifest), _quarantined(store_path)
+    side = side_path(store_path, store.writer)
+    stored_ids, quarantined_ids = _stored(store_path, manifest), _quarantined(side)
     done = stored_ids | quarantined_ids
     todo = [row.size for row in selection.rows if row.conversation.id not in done]
     _check_plan(config, facts, manifest, todo, len(stored_ids))
     report = ExtractionReport(num_stored_before=len(stored_ids), num_quarantined=len(quarantined_ids))
     with (
         Interrupts() as interrupts,
-        FeatureWriter(store_path, manifest, store.shard_bytes, store.quota_bytes) as writer,
+        FeatureWriter(store_path, manifest, store.shard_bytes, store.quota_bytes, writer=store.writer) as writer,
         ExitStack() as stack,
     ):
         bytes_before = writer.num_bytes
         if todo:
-            identity = identify(store_path, config.tracking, "extract", resumes=True)
+            identity = identify(writer.side_path, config.tracking, "extract", resumes=True)
             digests = {"prompts": manifest.prompts_digest, "target": manifest.target_revision}
             write_provenance(
-                store_path, identity, config, {"seeds": {"regenerate": config.regenerate.seed}, "digests": digests}
+                side, identity, config, {"seeds": {"regenerate": config.regenerate.seed}, "digests": digests}
             )
             engine = stack.enter_context(running_engine(config, facts, tokenizer))
             if engine.max_tokens < max_tokens:
                 logger.warning("the engine takes %d tokens, fewer than the %d asked for", engine.max_tokens, max_tokens)
                 max_tokens = engine.max_tokens
                 selection = select_rows(config.prompts, renderer, config.regenerate, max_tokens=max_tokens)
-        _write_rejected(store_path, selection.rejected)
+                selection = selection.share(store.writer, store.num_writers)
+        _write_rejected(writer.side_path, selection.rejected)
         report.num_bad_rows, report.num_too_long = len(selection.bad_rows), len(selection.too_long)
         if todo:
             pipeline = Pipeline(
@@ -116,6 +119,7 @@ def check_settings(config: ExtractConfig) -> None:
         "regenerate.max_new_tokens": regenerate.max_new_tokens,
         "regenerate.batch_size": regenerate.batch_size,
         "store.shard_bytes": config.store.shard_bytes,
+        "store.num_writers": config.store.num_writers,
         "batch_tokens": config.batch_tokens,
         "server.tensor_parallel_size": server.tensor_parallel_size,
         "server.max_requests": server.max_requests,
@@ -125,6 +129,11 @@ def check_settings(config: ExtractConfig) -> None:
     if server.staging_bytes is not None:
         at_least_one["server.staging_bytes"] = server.staging_bytes
     problems = [f"  {name} must be at least 1, got {value}" for name, value in at_least_one.items() if value < 1]
+    if not 0 <= config.store.writer < max(1, config.store.num_writers):
+        problems.append(
+            f"  store.writer must be from 0 to below store.num_writers={config.store.num_writers}, "
+            f"got {config.store.writer}"
+        )
     if not 0 <= regenerate.temperature < math.inf:
         problems.append(f"  regenerate.temperature must be 0 or more, got {regenerate.temperature}")
     if not 0 < regenerate.top_p <= 1:
@@ -228,7 +237,7 @@ def _show(config: ExtractConfig, report: ExtractionReport, manifest: Manifest) -
     """Shows what was captured, and the store that the trainings of the experiment read."""
     path = Path(config.store.path)
     counts = {name: value for name, value in dataclasses.asdict(report).items() if isinstance(value, int | float)}
-    with open_board(path, config.tracking) as board:
+    with open_board(side_path(path, config.store.writer), config.tracking) as board:
         board.summarise(counts | {"store_bytes": _shard_bytes(path)})
         store = FeatureStore(path)
         board.makes(feature_store(path, store.location.sizes(), digest_store(store), dataclasses.asdict(manifest)))

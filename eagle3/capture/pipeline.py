@@ -87,7 +87,7 @@ class Pipeline:
         missing = {row.conversation.id for row in rows} - done
         self._num_rows = len(rows)
         self._progress.begin(len(rows), len(rows) - len(missing))
-        answers = AnswerLog(self._writer.path)
+        answers = AnswerLog(self._writer.side_path)
         try:
             with self._progress:
                 if self._config.regenerate.enabled:
@@ -131,7 +131,7 @@ class Pipeline:
             result = log.read(row.conversation)
             if isinstance(result, BadRow):
                 self._report.num_bad_rows += 1
-                _append_line(self._writer.path / REJECTED_NAME, asdict(result))
+                _append_line(self._writer.side_path / REJECTED_NAME, asdict(result))
                 self._progress.show(advance=1)
                 continue
             self._count(result)
@@ -189,7 +189,7 @@ class Pipeline:
             [each.input_ids for each in tokens],
             [each.loss_mask for each in tokens] if is_greedy else None,
         )
-        write_atomically(self._writer.path / PARITY_NAME, json.dumps(asdict(report), indent=2) + "\n")
+        write_atomically(self._writer.side_path / PARITY_NAME, json.dumps(asdict(report), indent=2) + "\n")
         self._writer.describe({"logit_noise": report.logit_noise, **self._engine.facts.settings})
         states = f"not compared with transformers' own, since {report.states_skipped}"
         if report.states_skipped is None:
@@ -223,13 +223,13 @@ class Pipeline:
     def _quarantine(self, tokens: _Tokens, reason: str) -> None:
         line = {"sample_id": tokens.row.conversation.id, "line": tokens.row.conversation.line, "reason": reason}
         with self._interrupts.held():
-            _append_line(self._writer.path / QUARANTINE_NAME, line)
+            _append_line(self._writer.side_path / QUARANTINE_NAME, line)
             self._report.num_quarantined += 1
         allowed = self._config.max_quarantined_share
         if self._report.num_quarantined > allowed * self._num_rows:
             raise UserError(
                 f"samples without usable features must be at most max_quarantined_share={allowed} of "
-                f"{self._num_rows}, got {self._report.num_quarantined} ({self._writer.path / QUARANTINE_NAME}); "
+                f"{self._num_rows}, got {self._report.num_quarantined} ({self._writer.side_path / QUARANTINE_NAME}); "
                 f"see the reasons there, or raise the share"
             )
 

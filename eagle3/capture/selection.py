@@ -4,7 +4,7 @@ Nothing here runs the target, so that a whole file is known before anything is s
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -50,6 +50,10 @@ class Selection:
     def rejected(self) -> list[BadRow | TooLong]:
         """Everything that is left out, in file order."""
         return sorted([*self.bad_rows, *self.too_long], key=lambda row: (row.file or "", row.line))
+
+    def share(self, writer: int, num_writers: int) -> "Selection":
+        """Returns the rows that one of several writers captures: every `num_writers`-th."""
+        return replace(self, rows=self.rows[writer::num_writers])
 
 
 def select_rows(

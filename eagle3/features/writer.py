@@ -92,6 +92,13 @@ class FeatureWriter:
         self.num_bytes = sum(record.num_bytes for record in records)  # of the shards on disk
         self._next_number = max((record.number for record in records), default=-1) + 1
 
+    @property
+    def side_path(self) -> Path:
+        """Where this writer keeps what is not features: the store's directory, or one of its own in there."""
+        path = side_path(self.path, self.writer)
+        path.mkdir(mode=0o700, exist_ok=True)
+        return path
+
     def describe(self, engine_facts: dict[str, Any]) -> None:
         """Notes in the manifest what its engine showed: noise and settings, of the run that began the store."""
         stored = read_manifest(self.path)
@@ -210,6 +217,11 @@ class FeatureWriter:
             f"the disk must take the next shard of {num_bytes} bytes, got {seen} ({self.path}); free some "
             f"space and run the same command again: it goes on from the last whole shard"
         )
+
+
+def side_path(store_path: Path, writer: int) -> Path:
+    """Returns where writer 0, 1, ... of a store keeps what is not features; it may not be there yet."""
+    return store_path if writer == 0 else store_path / f"writer-{writer}"
 
 
 def _lock(path: Path, writer: int) -> TextIO:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from eagle3.cli import run_command
 from eagle3.config import UserError
-from eagle3.evaluation import compare, simulation
+from eagle3.evaluation import compare, prompt_report, simulation
 from eagle3.evaluation.doctor import command as doctor
 from eagle3.features import commands as features
 from eagle3.training import sweep
@@ -17,6 +17,7 @@ SUBCOMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "features": features.main,
     "simulate": simulation.main,
     "sweep": sweep.main,
+    "prompts": prompt_report.main,
 }
 
 

@@ -125,6 +125,7 @@ class DraftConfig:
     """The draft head; sizes left null are the target's."""
 
     draft_vocab_size: int = 32000  # W: target tokens that the drafter can propose
+    draft_vocab_coverage: float | None = None  # W is the smallest that covers this share of the supervised tokens
     intermediate_size: int | None = None
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
@@ -236,7 +237,17 @@ class EvaluateConfig:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
 
-Config = TypeVar("Config", ExtractConfig, TrainConfig, EvaluateConfig)
+@dataclass(frozen=True)
+class InspectConfig:
+    """`python -m eagle3 prompts`: prompts -> what they hold."""
+
+    target: TargetConfig = field(default_factory=lambda: TargetConfig(path=""))  # path "": nothing is tokenized
+    prompts: PromptsConfig = field(default_factory=PromptsConfig)
+    draft: DraftConfig = field(default_factory=DraftConfig)
+    held_out_share: float = 0.05  # as in training: a draft vocabulary counts the rest
+
+
+Config = TypeVar("Config", ExtractConfig, TrainConfig, EvaluateConfig, InspectConfig)
 
 
 def find_config(name: str, command: str) -> Path:

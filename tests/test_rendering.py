@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from family_tokenizers import family_tokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -15,6 +16,7 @@ from eagle3.prompts.rendering import (
     Rendered,
     answer_text,
     end_token_ids,
+    kept_token_ids,
     load_tokenizer,
     tokenizer_digest,
 )
@@ -426,3 +428,9 @@ def test_the_text_of_an_answer_encodes_to_its_ids_again(clean_up: bool) -> None:
     # A token limit may cut an answer behind a control token that is not its end.
     assert answer_text(tokenizer, [*ids, 0], finished=False) == text + "<|endoftext|>"
     assert answer_text(tokenizer, [], finished=False) == ""
+
+
+def test_a_draft_vocabulary_keeps_ends_template_tokens_and_digits(tmp_path: Path) -> None:
+    tokenizer = family_tokenizer("qwen", "{% if tools %}<tool_call></tool_call>{% endif %}<|im_start|>")
+    kept = tokenizer.convert_ids_to_tokens(kept_token_ids(tmp_path, tokenizer))
+    assert set(kept) == {"<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", *"0123456789"}

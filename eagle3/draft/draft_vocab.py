@@ -4,15 +4,18 @@ Draft token i is target token `i + d2t[i]`: d2t holds offsets, which is what SGL
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from eagle3.config import UserError
+from eagle3.config import DraftConfig, UserError
+from eagle3.draft.acceptance import expected_rounds
 
 logger = logging.getLogger(__name__)
+
+SIZE_MULTIPLE = 128  # a size that kernels like, at most this much above the one that is needed
 
 
 @dataclass(frozen=True)
@@ -75,3 +78,66 @@ def build_draft_vocab(token_counts: Tensor, size: int, must_keep: Sequence[int])
         int(token_counts.sum()), int((token_counts > 0).sum()),
     )  # fmt: skip
     return vocab
+
+
+def draft_vocab_size(draft: DraftConfig, token_counts: Tensor, must_keep: Sequence[int]) -> int:
+    """Returns W: draft.draft_vocab_size, or the smallest that covers draft.draft_vocab_coverage of the counts (V,).
+
+    Raises:
+        UserError: the coverage is no share.
+    """
+    if draft.draft_vocab_coverage is None:
+        return draft.draft_vocab_size
+    if not 0 < draft.draft_vocab_coverage <= 1:
+        raise UserError(
+            f"draft.draft_vocab_coverage must be above 0 and at most 1, got {draft.draft_vocab_coverage}; change it"
+        )
+    kept = torch.tensor(sorted(set(must_keep)), dtype=torch.int64)
+    others = token_counts.long().clone()  # (V,)
+    others[kept] = 0
+    covered = int(token_counts[kept].sum()) + others.sort(descending=True).values.cumsum(0)  # (V,)
+    # Rounded up: a share of 1 must not be lost to the last digit.
+    wanted = -int(-draft.draft_vocab_coverage * int(token_counts.sum()) // 1)
+    num_others = int((covered < wanted).sum()) + 1 if int(token_counts[kept].sum()) < wanted else 0
+    size = -(-max(1, kept.numel() + num_others) // SIZE_MULTIPLE) * SIZE_MULTIPLE
+    return min(size, token_counts.numel())
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """The acceptance length of a drafter that is right wherever its vocabulary lets it be."""
+
+    tau: float  # sum N / sum R
+    full_tau: float  # the same with all target tokens in the vocabulary
+
+    @property
+    def lost(self) -> float:
+        """The share of tau that the vocabulary costs; a drafter that errs anyway loses less."""
+        return 1 - self.tau / self.full_tau
+
+
+def tau_ceiling(vocab: DraftVocab, answers: Sequence[Tensor], num_draft_tokens: int) -> Ceiling:
+    """Follows the rounds over answers, each the ids (N,) of one run of supervised tokens.
+
+    Raises:
+        UserError: no answer has two tokens, so that no token of them is drafted.
+    """
+    answers = [answer for answer in answers if answer.numel() > 1]
+    if not answers:
+        raise UserError("the ceiling of tau must be taken over answers of two tokens or more, got none; give others")
+    num_tokens = sum(answer.numel() for answer in answers)
+    rounds = full_rounds = 0.0
+    for answer in answers:
+        right = vocab.t2d[answer.long()]  # (N,)
+        # Anchor a drafts at position i the token a + i + 1; what lies past the end has no effect.
+        padded = torch.cat([right[1:], right.new_ones(num_draft_tokens)])
+        accepted = padded.unfold(0, num_draft_tokens, 1)[: answer.numel() - 1]  # (N-1, K)
+        rounds += expected_rounds(accepted)
+        full_rounds += expected_rounds(torch.ones_like(accepted))
+    return Ceiling(tau=num_tokens / rounds, full_tau=num_tokens / full_rounds)
+
+
+def coverage_by_domain(vocab: DraftVocab, counts: Mapping[str, Tensor]) -> dict[str, float]:
+    """Returns the share of each domain's tokens, counted (V,), that the drafter can propose; the worst first."""
+    shares = {domain: vocab.coverage(token_counts) for domain, token_counts in counts.items()}
+    return dict(sorted(shares.items(), key=lambda item: (item[1], item[0])))

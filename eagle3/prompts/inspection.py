@@ -25,7 +25,6 @@ class RowFacts:
     num_samples: int  # that it gives: 0 if it is too long
     num_context: int  # answers that stand there as later turns see them
     num_thoughts_dropped: int
-    num_messages: int
     has_calls: bool
     supervised: bytes  # ids of the supervised tokens, int32
 
@@ -86,6 +85,26 @@ def make_examine(renderer: ChatRenderer, config: PromptsConfig) -> Callable[[Con
     return partial(_examine, renderer, config)
 
 
+def examine_characters() -> Callable[[Conversation], RowFacts]:
+    """Returns the function that counts a row's characters, where there is no tokenizer."""
+    return _count_characters
+
+
+def _count_characters(row: Conversation) -> RowFacts:
+    contents = [(message["role"] == "assistant", len(message["content"])) for message in row.messages]
+    if row.text is not None:
+        contents.append((True, len(row.text)))
+    return RowFacts(
+        num_tokens=sum(size for _, size in contents),
+        num_supervised=sum(size for is_answer, size in contents if is_answer),
+        num_samples=1,
+        num_context=0,
+        num_thoughts_dropped=0,
+        has_calls=any("tool_calls" in message for message in row.messages),
+        supervised=b"",
+    )
+
+
 def _examine(renderer: ChatRenderer, config: PromptsConfig, row: Conversation) -> RowFacts:
     rendered = render_row(renderer, row)
     samples = fit(renderer, row, rendered, max_tokens=config.max_tokens, too_long=config.too_long)
@@ -98,7 +117,6 @@ def _examine(renderer: ChatRenderer, config: PromptsConfig, row: Conversation) -
         num_samples=len(samples),
         num_context=rendered.num_context,
         num_thoughts_dropped=rendered.num_thoughts_dropped,
-        num_messages=len(row.messages),
         has_calls=any("tool_calls" in message for message in row.messages),
         supervised=supervised.tobytes(),
     )

@@ -129,6 +129,7 @@ class ChatRenderer:
         """
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         text = self._text(messages, options, add_generation_prompt=False)
+        self._check_questions(messages, text)
         for i in answers:
             self._reader.check_spelling(messages[i], i)
         spans: list[_Span] = []
@@ -157,6 +158,15 @@ class ChatRenderer:
         """Lets other processes have it: what is compiled and cached is made again there."""
         return _made_again, (self._tokenizer, self._kwargs, self._template, self._train_on)
 
+    @property
+    def chat_template_kwargs(self) -> dict[str, Any]:
+        """What every row passes to the template."""
+        return dict(self._kwargs)
+
+    def decode(self, ids: list[int]) -> str:
+        """Returns the text of ids with its control tokens."""
+        return self._encoder.decode(ids)
+
     def render_text(self, text: str) -> Rendered:
         """Encodes raw text, all of it supervised."""
         ids = self._encoder.encode(text).ids
@@ -168,7 +178,9 @@ class ChatRenderer:
         Raises:
             RenderingError: the template refuses the messages.
         """
-        return self._encoder.encode(self._text(messages, options, add_generation_prompt=True)).ids
+        text = self._text(messages, options, add_generation_prompt=True)
+        self._check_questions(messages, text)
+        return self._encoder.encode(text).ids
 
     def template_digest(self) -> str:
         """Returns the xxh3_128 hex digest of the template's text and its keyword arguments."""
@@ -187,6 +199,15 @@ class ChatRenderer:
         raise RenderingError(
             f"messages must suit the chat template, got the roles {roles} ({one_line(errors[0])})"
         ) from errors[0]
+
+    def _check_questions(self, messages: Sequence[dict[str, Any]], text: str) -> None:
+        """Refuses messages that the template leaves out without a word, as many do with a developer's."""
+        for i, message in enumerate(messages):
+            if message["role"] not in ("assistant", "tool") and message["content"].strip() not in text:
+                raise RenderingError(
+                    f"messages[{i}] must stand in what the chat template renders, got a {message['role']} turn that "
+                    f"it leaves out or changes"
+                )
 
     def _render(
         self, messages: list[Any], tools: list[Any] | None, options: TemplateOptions, add_generation_prompt: bool
@@ -416,6 +437,20 @@ def end_token_ids(target_path: Path, tokenizer: PreTrainedTokenizerBase) -> froz
     for ids in (config.get("eos_token_id"), generation_config.get("eos_token_id"), tokenizer.eos_token_id):
         found |= {ids} if isinstance(ids, int) else set(ids or ())
     return frozenset(found)
+
+
+def kept_token_ids(target_path: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Returns the tokens that a draft vocabulary keeps whatever their count, sorted.
+
+    These end a turn, or stand in the chat template (tags of tools and thoughts among them), or are digits.
+    """
+    vocabulary = tokenizer.get_vocab()
+    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
+    kept = {i for text, i in tokenizer.get_added_vocab().items() if text in template}
+    # Byte-level vocabularies spell a space as one mark, SentencePiece's as another.
+    kept |= {vocabulary[mark + digit] for digit in "0123456789" for mark in ("", "\u0120", "\u2581")
+             if mark + digit in vocabulary}  # fmt: skip
+    return sorted(kept | end_token_ids(target_path, tokenizer))
 
 
 def answer_text(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], *, finished: bool) -> str:

@@ -5,14 +5,14 @@ Everything here is done before the ranks meet: reading a large store takes longe
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from eagle3.config import DataConfig, TrainConfig, UserError
-from eagle3.draft.draft_vocab import build_draft_vocab
+from eagle3.draft.draft_vocab import build_draft_vocab, draft_vocab_size
 from eagle3.draft.initial import drafter_config_from_target, init_drafter
 from eagle3.draft.model import Eagle3Drafter
 from eagle3.draft.serving_config import to_serving_config
@@ -25,7 +25,7 @@ from eagle3.draft.target_weights import (
 )
 from eagle3.features.manifest import check_same_target
 from eagle3.features.store import FeatureStore
-from eagle3.prompts.rendering import end_token_ids, load_tokenizer, tokenizer_digest
+from eagle3.prompts.rendering import kept_token_ids, load_tokenizer, tokenizer_digest
 from eagle3.training.batches import usable_samples
 
 logger = logging.getLogger(__name__)
@@ -72,12 +72,10 @@ def load_inputs(config: TrainConfig) -> Inputs:
     train_indices, held_out_indices = split_samples(store, config.data)
 
     target = load_target_weights(target_path)
-    drafter = Eagle3Drafter(drafter_config_from_target(target_config, config.draft, capture_layers))
-    draft_vocab = build_draft_vocab(
-        store.token_counts(train_indices),
-        config.draft.draft_vocab_size,
-        must_keep=sorted(end_token_ids(target_path, tokenizer)),
-    )
+    token_counts, must_keep = store.token_counts(train_indices), kept_token_ids(target_path, tokenizer)
+    draft = replace(config.draft, draft_vocab_size=draft_vocab_size(config.draft, token_counts, must_keep))
+    drafter = Eagle3Drafter(drafter_config_from_target(target_config, draft, capture_layers))
+    draft_vocab = build_draft_vocab(token_counts, draft.draft_vocab_size, must_keep)
     init_drafter(drafter, target, draft_vocab, seed=config.run.seed, init_from_target=config.draft.init_from_target)
     to_serving_config(drafter.config, target_config, torch.bfloat16)  # refuses now what could not be exported later
     return Inputs(store, train_indices, held_out_indices, target, target_config, drafter)

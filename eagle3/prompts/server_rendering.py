@@ -1,0 +1,73 @@
+"""Prompts as a running server renders them, compared with ours token by token."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import requests
+
+from eagle3.config import UserError
+from eagle3.prompts.answers import RenderingError
+from eagle3.prompts.conversations import Conversation
+from eagle3.prompts.rendering import ChatRenderer, one_line
+
+TIMEOUT_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class ServerRendering:
+    """What a sample of rows showed."""
+
+    num_compared: int
+    num_refused: int  # by the server, where we render: `differences` has its answer
+    differences: list[str]  # one sentence for each row that the server renders otherwise
+
+
+def compare_with_server(url: str, rows: Iterable[Conversation], renderer: ChatRenderer) -> ServerRendering:
+    """Asks a server to tokenize each row's prompt for its last answer, and compares the ids.
+
+    The request is the one that a client sends for an answer; rows without messages, and those that we cannot render
+    either, are passed over.
+
+    Raises:
+        UserError: the server does not answer, or cannot tokenize messages.
+    """
+    differences: list[str] = []
+    num_compared = num_refused = 0
+    for row in rows:
+        answers = [i for i, message in enumerate(row.messages) if message["role"] == "assistant"]
+        messages = list(row.messages[: answers[-1]] if answers else row.messages)
+        try:
+            ours = renderer.prompt_ids(messages, row.options) if messages else []
+        except RenderingError:
+            continue
+        if not messages:
+            continue
+        kwargs = {**renderer.chat_template_kwargs, **row.options.kwargs}
+        request = {"messages": messages, "chat_template_kwargs": kwargs, "add_generation_prompt": True}
+        response = _tokenize(url, request | ({"tools": list(row.options.tools)} if row.options.tools else {}))
+        num_compared += 1
+        if response.status_code != 200:
+            num_refused += 1
+            differences.append(f"line {row.line}: the server refuses it ({' '.join(response.text.split())[:200]})")
+            continue
+        theirs = response.json()["tokens"]
+        if theirs != ours:
+            at = next((j for j, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), None)
+            at = min(len(theirs), len(ours)) if at is None else at
+            differences.append(
+                f"line {row.line}: token {at} of {len(theirs)} must be as the server has it, {theirs[at : at + 5]}, "
+                f"got {ours[at : at + 5]}"
+            )
+    if num_compared and num_refused == num_compared:
+        raise UserError(
+            f"server must tokenize messages (SGLang's /tokenize does since 0.5.23), got a refusal of all "
+            f"{num_compared}: {differences[0]} ({url}); compare with another server"
+        )
+    return ServerRendering(num_compared, num_refused, differences)
+
+
+def _tokenize(url: str, request: dict[str, object]) -> requests.Response:
+    try:
+        return requests.post(f"{url.rstrip('/')}/tokenize", json=request, timeout=TIMEOUT_SECONDS)
+    except requests.RequestException as error:
+        raise UserError(f"server must answer, got {one_line(error)} ({url}); check the address") from error

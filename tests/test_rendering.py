@@ -9,15 +9,18 @@ from family_tokenizers import family_tokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from eagle3.config import UserError
+from eagle3.config import PromptsConfig, UserError
 from eagle3.prompts.answers import RenderingError
+from eagle3.prompts.encoding import Encoder
 from eagle3.prompts.rendering import (
     ChatRenderer,
     Rendered,
+    TemplateOptions,
     answer_text,
     end_token_ids,
     kept_token_ids,
     load_tokenizer,
+    make_renderer,
     tokenizer_digest,
 )
 
@@ -434,3 +437,54 @@ def test_a_draft_vocabulary_keeps_ends_template_tokens_and_digits(tmp_path: Path
     tokenizer = family_tokenizer("qwen", "{% if tools %}<tool_call></tool_call>{% endif %}<|im_start|>")
     kept = tokenizer.convert_ids_to_tokens(kept_token_ids(tmp_path, tokenizer))
     assert set(kept) == {"<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", *"0123456789"}
+
+
+def test_only_the_last_answer_is_marked_where_that_is_asked_for() -> None:
+    tokenizer = smollm2()
+    renderer = ChatRenderer(tokenizer, {}, train_on="last")
+    assert written(renderer, tokenizer, TALK) == ["12\U0001f600<|im_end|>"]
+    assert renderer.render(TALK).num_context == 0
+    assert renderer.render(TALK).input_ids == ChatRenderer(tokenizer, {}).render(TALK).input_ids
+    assert not any(renderer.render(TALK[:1]).loss_mask)
+
+
+def test_a_template_of_the_config_replaces_the_tokenizers(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jinja"
+    path.write_text(LLAMA3_TEMPLATE)
+    tokenizer = make_tokenizer(SMOLLM2_TEMPLATE, LLAMA3_SPECIALS)
+    config = PromptsConfig(chat_template=str(path), train_on="last", chat_template_kwargs={"mood": "Hi"})
+    renderer = make_renderer(tokenizer, config)
+    expected = ChatRenderer(make_tokenizer(LLAMA3_TEMPLATE, LLAMA3_SPECIALS), {"mood": "Hi"}, train_on="last")
+    assert renderer.render(TALK) == expected.render(TALK)
+    assert renderer.template_digest() == expected.template_digest()
+    path.write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"prompts\.chat_template must be text in UTF-8, got .*mine\.jinja"):
+        make_renderer(tokenizer, config)
+
+
+def test_what_a_row_brings_wins_over_the_config() -> None:
+    tokenizer = make_tokenizer("{{ mood }}" + LLAMA3_TEMPLATE, LLAMA3_SPECIALS)
+    renderer = ChatRenderer(tokenizer, {"mood": "Ho"})
+    options = TemplateOptions(kwargs={"mood": "Hi"})
+    assert renderer.prompt_ids(TALK[:1], options) == ChatRenderer(tokenizer, {"mood": "Hi"}).prompt_ids(TALK[:1])
+
+
+def test_what_another_call_left_in_the_tokenizer_changes_no_id() -> None:
+    tokenizer = smollm2()
+    renderer = ChatRenderer(tokenizer, {})
+    expected = renderer.prompt_ids(TALK[:1])
+    tokenizer.pad_token = "<|im_end|>"
+    tokenizer(["Hi", "Hi Hi"], padding="max_length", truncation=True, max_length=2)
+    fresh = ChatRenderer(tokenizer, {})
+    tokenizer(["Hi", "Hi Hi"], padding="max_length", truncation=True, max_length=2)
+    assert fresh.prompt_ids(TALK[:1]) == expected
+
+
+def test_pieces_are_the_whole_for_tokenizers_that_cut_at_added_tokens_and_for_others() -> None:
+    plain = make_tokenizer(SMOLLM2_TEMPLATE, CHATML_SPECIALS)
+    spaced = make_tokenizer(SMOLLM2_TEMPLATE, CHATML_SPECIALS)
+    # This one puts a space before the first word of a text, and so of each piece.
+    spaced.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    text = "Hi<|im_start|>user\n Hi<|im_end|>\n\n\nHi <|im_end|><|im_start|>"
+    for tokenizer in (plain, spaced):
+        assert Encoder(tokenizer).encode(text).ids == tokenizer(text, add_special_tokens=False)["input_ids"]

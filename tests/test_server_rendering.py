@@ -1,0 +1,99 @@
+"""A server that renders otherwise is told, row by row."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from family_tokenizers import family_tokenizer, template_text
+
+from eagle3.config import UserError
+from eagle3.prompts.conversations import Conversation
+from eagle3.prompts.rendering import ChatRenderer, TemplateOptions
+from eagle3.prompts.server_rendering import compare_with_server
+
+TOKENIZER = family_tokenizer("qwen", template_text("qwen3"))
+RENDERER = ChatRenderer(TOKENIZER, {"enable_thinking": False})
+TOOLS = ({"type": "function", "function": {"name": "add"}},)
+ROWS = [
+    Conversation(
+        id=str(line),
+        messages=({"role": "user", "content": f"Question {line}?"}, {"role": "assistant", "content": "So."}),
+        line=line,
+        options=TemplateOptions(TOOLS if line == 2 else (), {"enable_thinking": True} if line == 3 else {}),
+    )
+    for line in (1, 2, 3)
+]
+
+
+@contextmanager
+def tokenizing_server(answer: Callable[[dict[str, Any]], tuple[int, Any]]) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            assert self.path == "/tokenize"
+            status, body = answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            text = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def rendered(request: dict[str, Any]) -> list[int]:
+    """What transformers makes of a request, as SGLang calls it."""
+    encoded: Any = TOKENIZER.apply_chat_template(
+        request["messages"],
+        tools=request.get("tools"),
+        add_generation_prompt=request["add_generation_prompt"],
+        **request["chat_template_kwargs"],
+    )
+    return list(encoded["input_ids"])
+
+
+def test_a_server_that_renders_the_same_agrees() -> None:
+    with tokenizing_server(lambda request: (200, {"tokens": rendered(request)})) as url:
+        seen = compare_with_server(url, ROWS, RENDERER)
+    assert (seen.num_compared, seen.num_refused, seen.differences) == (3, 0, [])
+
+
+def test_rows_that_a_server_renders_otherwise_name_the_token() -> None:
+    def answer(request: dict[str, Any]) -> tuple[int, Any]:
+        if "tools" in request:
+            return 400, {"message": "no tools here"}
+        tokens = rendered(request)
+        return 200, {"tokens": [*tokens[:4], 9, *tokens[5:]] if "1" in request["messages"][0]["content"] else tokens}
+
+    with tokenizing_server(answer) as url:
+        seen = compare_with_server(url, [*ROWS, Conversation(id="t", messages=(), line=9, text="raw")], RENDERER)
+    assert (seen.num_compared, seen.num_refused) == (3, 1)
+    assert seen.differences[0].startswith("line 1: token 4 of ")
+    assert "must be as the server has it, [9, " in seen.differences[0]
+    assert seen.differences[1] == 'line 2: the server refuses it ({"message": "no tools here"})'
+
+
+def test_a_server_that_tokenizes_no_messages_is_named() -> None:
+    with tokenizing_server(lambda _: (422, {"detail": "prompt is missing"})) as url:
+        said = r"server must tokenize messages .*, got a refusal of all 3: line 1: .*prompt is missing"
+        with pytest.raises(UserError, match=said):
+            compare_with_server(url, ROWS, RENDERER)
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    with pytest.raises(UserError, match=r"server must answer, got .* \(http://127\.0\.0\.1:9\); check the address"):
+        compare_with_server("http://127.0.0.1:9", ROWS, RENDERER)

@@ -20,7 +20,9 @@ from eagle3.capture.server import capturing_servers
 from eagle3.capture.staging import request_id
 from eagle3.capture.staging_area import SampleError, StagingArea
 from eagle3.config import RegenerateConfig, TargetConfig, UserError
-from eagle3.prompts.rendering import load_tokenizer
+from eagle3.prompts.conversations import Conversation
+from eagle3.prompts.rendering import ChatRenderer, load_tokenizer
+from eagle3.prompts.server_rendering import compare_with_server
 
 SMOLLM2_LAYERS = [3, 15, 27]
 COUNTING_LAYERS = [0, 3, 7]  # both ends can be captured
@@ -64,6 +66,16 @@ def test_prompts_of_very_different_length_in_one_batch(smollm2: SGLangEngine, re
     sequences = random_ids(1, 90, 17)
     for captured, sequence in zip(smollm2.capture(sequences), sequences, strict=True):
         assert_same_states(captured, sequence, reference)
+
+
+def test_prompts_are_rendered_as_the_server_renders_them(smollm2: SGLangEngine, smollm2_dir: Path) -> None:
+    renderer = ChatRenderer(load_tokenizer(str(smollm2_dir), False), {})
+    asked = {"role": "user", "content": "Why is the sky blue?\n\n  \u4f60\u597d"}
+    answered = {"role": "assistant", "content": " Air scatters .\n"}
+    talks = [[asked], [{"role": "system", "content": "Be brief."}, asked, answered, asked], [asked, answered] * 3]
+    rows = [Conversation(id=str(line), messages=tuple(talk), line=line) for line, talk in enumerate(talks, start=1)]
+    seen = compare_with_server(smollm2.servers[0].url, rows, renderer)
+    assert (seen.num_compared, seen.refused, seen.differences) == (3, [], [])
 
 
 def test_prompt_of_two_and_a_half_chunks(smollm2: SGLangEngine, reference: TransformersEngine) -> None:

@@ -14,12 +14,14 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from eagle3.board import feature_store
+from eagle3.capture.client import SGLangEngine
+from eagle3.capture.engine import Engine
 from eagle3.capture.interrupts import Interrupts
 from eagle3.capture.parity import TargetFacts, read_target
 from eagle3.capture.pipeline import QUARANTINE_NAME, REJECTED_NAME, Pipeline
 from eagle3.capture.progress import ExtractionReport
 from eagle3.capture.running_engine import engine_version, running_engine
-from eagle3.capture.selection import TooLong, select_rows
+from eagle3.capture.selection import Selection, TooLong, select_rows
 from eagle3.config import ExtractConfig, UserError
 from eagle3.features.codec import EXACT_CODECS, Codec
 from eagle3.features.index import write_atomically
@@ -37,10 +39,13 @@ from eagle3.features.writer import FeatureWriter, side_path
 from eagle3.plan import SampleSize, plan_extraction, readable_bytes
 from eagle3.prompts.conversations import BadRow
 from eagle3.prompts.rendering import ChatRenderer, load_tokenizer, make_renderer, tokenizer_digest
+from eagle3.prompts.server_rendering import compare_with_server
 from eagle3.prompts.sources import digest_sources, find_sources
 from eagle3.tracking import git_state, identify, open_board, write_provenance
 
 logger = logging.getLogger(__name__)
+
+RENDERED_ROWS = 20  # compared with the server: a few show another template, and cost a second
 
 
 def run_extraction(config: ExtractConfig) -> ExtractionReport:
@@ -85,6 +90,7 @@ def run_extraction(config: ExtractConfig) -> ExtractionReport:
                 max_tokens = engine.max_tokens
                 selection = select_rows(config.prompts, renderer, config.regenerate, max_tokens=max_tokens)
                 selection = selection.share(store.writer, store.num_writers)
+            _compare_rendering(engine, selection, renderer)
         _write_rejected(writer.side_path, selection.rejected)
         report.num_bad_rows, report.num_too_long = len(selection.bad_rows), len(selection.too_long)
         if todo:
@@ -105,6 +111,17 @@ def run_extraction(config: ExtractConfig) -> ExtractionReport:
     if todo:
         _show(config, report, manifest)
     return report
+
+
+def _compare_rendering(engine: Engine, selection: Selection, renderer: ChatRenderer) -> None:
+    """Says whether a server renders prompts as they are rendered here.
+
+    Captured are the ids that are sent, so the store is whole in any case; but another text will be served.
+    """
+    if isinstance(engine, SGLangEngine):
+        rows = [row.conversation for row in selection.rows[:RENDERED_ROWS]]
+        rendering = compare_with_server(engine.servers[0].url, rows, renderer)
+        logger.log(logging.WARNING if rendering.differences else logging.INFO, "%s", rendering)
 
 
 def check_settings(config: ExtractConfig) -> None:

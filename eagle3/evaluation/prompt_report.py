@@ -185,12 +185,10 @@ def show_draft_vocabulary(
 
 
 def show_server(console: Console, seen: ServerRendering) -> None:
-    """Prints whether the server sends the same prompts."""
-    console.print(
-        f"server: {seen.num_compared - len(seen.differences)} of {seen.num_compared} prompts are rendered as ours"
-    )
-    for difference in seen.differences:
-        console.print(f"  {difference}")
+    """Prints whether the server sends the same prompts, and each row where it does not."""
+    console.print(str(seen))
+    for line in [*seen.differences, *seen.refused]:
+        console.print(f"  {line}")
 
 
 def show_row(console: Console, row: Conversation, renderer: ChatRenderer | None) -> None:

@@ -216,12 +216,23 @@ class SpeculationConfig:
 
 
 @dataclass(frozen=True)
+class ServeConfig:
+    """Servers that an evaluation starts itself: the target with the drafter, then alone, with the same flags."""
+
+    server: ServerConfig = field(default_factory=ServerConfig)
+    speculations: list[str] = field(default_factory=lambda: ["3"])  # STEPS (a chain) or STEPS/TOPK/TOKENS (a tree)
+    concurrency: list[int] = field(default_factory=lambda: [1, 4, 16, 64])  # requests in flight
+    temperatures: list[float] = field(default_factory=lambda: [0.0])
+
+
+@dataclass(frozen=True)
 class EvaluateConfig:
     """`evaluate.py`: drafter -> acceptance on a served target."""
 
     drafter: str | None = None  # a directory in SGLang's format; with `server`, null reads the server's own counters
     target: TargetConfig | None = None  # required unless `server` is set
     server: str | None = None  # URL of an SGLang server with the drafter on; null: the target runs in this process
+    serve: ServeConfig | None = None  # start servers instead, and measure speed with and without the drafter
     prompts: PromptsConfig = field(default_factory=PromptsConfig)
     held_out_share: float | None = None  # only prompts whose id hashes below it, as in training; null: all
     max_prompts: int | None = None  # the first ones; null: all

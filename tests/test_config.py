@@ -33,6 +33,7 @@ def test_every_shipped_config_loads() -> None:
     assert names == [
         "evaluate/default.yaml",
         "evaluate/demo.yaml",
+        "evaluate/sglang.yaml",
         "extract/default.yaml",
         "extract/demo.yaml",
         "extract/kimi_k2_5.yaml",

@@ -14,10 +14,12 @@ from eagle3.config import EvaluateConfig, UserError, config_to_dict
 from eagle3.draft.export import load_drafter
 from eagle3.draft.questions import COLUMNS, QUESTIONS_NAME, rows, write_questions
 from eagle3.draft.target_weights import load_target_config, load_target_weights
+from eagle3.evaluation import serving_report
 from eagle3.evaluation.doctor.command import examine, show
 from eagle3.evaluation.local import evaluate_local
 from eagle3.evaluation.report import Measured, Report, Stopwatch, measure, progress_bar
 from eagle3.evaluation.served import ServedAnswer, ServerFacts, SGLangClient, findings, served_rounds
+from eagle3.evaluation.serving import check_serve, evaluate_serving
 from eagle3.evaluation.simulate import open_store, simulate_store
 from eagle3.evaluation.turns import ask_all, asked, select_conversations
 from eagle3.files import write_whole
@@ -44,6 +46,8 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
         if config.drafter is not None:
             made_by = identity.inputs[0] if (Path(config.drafter).parent / PROVENANCE_NAME).is_file() else "unknown"
             board.reads(drafter_files(Path(config.drafter), made_by, {}))
+        if config.serve is not None:
+            return _evaluate_serving(config, board)
         report = evaluate_local(config) if config.server is None else evaluate_served(config)
         if config.explain:
             report = dataclasses.replace(report, findings=report.findings + _explain(config))
@@ -55,6 +59,25 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     report.print(console)
     write_whole(out / RESULT_NAME, json.dumps(result, indent=1) + "\n")
     console.print(f"All figures: {out / RESULT_NAME}", highlight=False, markup=False)
+    return result
+
+
+def _evaluate_serving(config: EvaluateConfig, board: Board) -> dict[str, Any]:
+    """Measures servers of ours, and writes table, Markdown, page and figures."""
+    report = evaluate_serving(config)
+    result = serving_report.to_dict(report) | {"config": config_to_dict(config), "git": git_state()}
+    out, console = Path(config.out), Console()
+    serving_report.print_report(report, console)
+    write_whole(out / "report.md", serving_report.markdown(report))
+    write_whole(out / "report.html", serving_report.page(report))
+    write_whole(out / RESULT_NAME, json.dumps(result, indent=1) + "\n")
+    for table in serving_report.text_tables(report):
+        board.table(table.title, table.headings, table.rows)
+    accepted = [cell for cell in report.cells if cell.acceptance is not None]
+    board.summarise(
+        {f"tau/{c.server} T={c.temperature:g} n={c.concurrency}": c.acceptance.tau for c in accepted if c.acceptance}
+    )
+    console.print(f"Page: {out / 'report.html'}; all figures: {out / RESULT_NAME}", highlight=False, markup=False)
     return result
 
 
@@ -141,7 +164,9 @@ def evaluate_served(config: EvaluateConfig) -> Report:
 
 def _check(config: EvaluateConfig) -> None:
     """Refuses settings that cannot work together, all at once."""
-    problems = []
+    problems = check_serve(config.serve) if config.serve is not None else []
+    if config.serve is not None and (config.server is not None or config.explain or config.store is not None):
+        problems.append("serve must be null with server, store or explain, got both; it starts servers of its own")
     if config.server is None and config.target is None:
         problems.append("target.path must name the target, got none; set it, or evaluate a server with --server URL")
     if config.drafter is None and (config.server is None or config.store is not None):

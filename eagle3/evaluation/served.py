@@ -4,9 +4,10 @@ Tokens and verify rounds are the server's own counters, which only its /generate
 out, so prompts are rendered here and sent as token ids.
 """
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import requests
@@ -42,6 +43,7 @@ class ServedAnswer:
     num_tokens: int  # completion_tokens
     rounds: int  # spec_verify_ct
     histogram: list[int]  # index: drafts accepted in a round; empty from versions that do not report it
+    seconds: float = field(default=0.0, compare=False)  # from the request to its whole answer
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,39 @@ class ServerFacts:
     flags: dict[str, Any]  # RECORDED_FLAGS, and all whose names begin with speculative_
 
 
-class SGLangClient:
-    """Asks one server for greedy answers."""
+@dataclass(frozen=True)
+class TopTwo:
+    """The two likeliest next tokens after a prompt."""
 
-    def __init__(self, url: str, max_new_tokens: int) -> None:
+    token_ids: tuple[int, int]
+    margin: float  # between their log-probabilities
+
+
+class SGLangClient:
+    """Asks one server for answers, greedy ones unless a temperature is given."""
+
+    def __init__(self, url: str, max_new_tokens: int, *, temperature: float = 0.0, is_speculative: bool = True) -> None:
+        """An answer without verify rounds is an error, unless the server is not `is_speculative`."""
         self.url = url.rstrip("/")
-        self._sampling = {"temperature": 0.0, "max_new_tokens": max_new_tokens}
+        self._sampling = {"temperature": temperature, "max_new_tokens": max_new_tokens}
+        self._is_speculative = is_speculative
+
+    def top_two(self, prompt_ids: list[int]) -> TopTwo:
+        """Returns what the target would say next, and how surely.
+
+        Raises:
+            UserError: the server does not say.
+        """
+        sampling = {"temperature": 0.0, "max_new_tokens": 1}
+        body = {"input_ids": prompt_ids, "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": 2}
+        try:
+            response = requests.post(f"{self.url}/generate", json=body, timeout=ANSWER_TIMEOUT_SECONDS)
+            (first, first_id, _), (second, second_id, _) = response.json()["meta_info"]["output_top_logprobs"][0]
+        except (requests.RequestException, KeyError, ValueError, IndexError, TypeError) as error:
+            raise UserError(
+                f"/generate must return output_top_logprobs, got {type(error).__name__} ({self.url}); see its log"
+            ) from None
+        return TopTwo((first_id, second_id), first - second)
 
     def facts(self) -> ServerFacts:
         """Returns engine version and flags.
@@ -121,13 +150,16 @@ class SGLangClient:
 
     def _generate(self, prompt_ids: list[int]) -> ServedAnswer:
         body = {"input_ids": prompt_ids, "sampling_params": self._sampling}
+        started = time.perf_counter()
         response = requests.post(f"{self.url}/generate", json=body, timeout=ANSWER_TIMEOUT_SECONDS)
+        seconds = time.perf_counter() - started
         if not response.ok:
             raise UserError(
                 f"the server must answer every prompt, got status {response.status_code} from {self.url}: "
                 f"{response.text[:300]!r} for a prompt of {len(prompt_ids)} tokens"
             )
-        return _read_answer(_json_object(response), self.url)
+        answer = _read_answer(_json_object(response), self.url, is_speculative=self._is_speculative)
+        return replace(answer, seconds=seconds)
 
 
 def served_rounds(sample_ids: list[str], answers: list[ServedAnswer], num_draft_tokens: int) -> list[AnswerRounds]:
@@ -169,7 +201,7 @@ def findings(answers: list[ServedAnswer], facts: ServerFacts) -> list[str]:
     ]
 
 
-def _read_answer(body: dict[str, Any], url: str) -> ServedAnswer:
+def _read_answer(body: dict[str, Any], url: str, *, is_speculative: bool) -> ServedAnswer:
     meta = body.get("meta_info")
     token_ids = body.get("output_ids")
     if not isinstance(meta, dict) or not isinstance(token_ids, list) or "completion_tokens" not in meta:
@@ -190,7 +222,7 @@ def _read_answer(body: dict[str, Any], url: str) -> ServedAnswer:
             raise UserError(f"/generate must return whole numbers as {name}, got {str(values)[:60]} ({url})")
     num_tokens = int(meta["completion_tokens"])
     # An answer that ends with prefill's token has no rounds, and the server leaves the counters out.
-    if "spec_verify_ct" not in meta and num_tokens > 1:
+    if is_speculative and "spec_verify_ct" not in meta and num_tokens > 1:
         raise UserError(
             f"the server must have speculation on, got no spec_verify_ct for an answer of {num_tokens} tokens ({url}); "
             f"start it with --speculative-algorithm EAGLE3 --speculative-draft-model-path DRAFTER"

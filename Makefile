@@ -1,12 +1,15 @@
 # make demo   the set-up, then the whole road on a small real model, about 15 minutes on two CPU cores
 # make test   the set-up, then linter, type checker and tests
+# make soak   the set-up, then what takes long: many kills, gigabytes through a small staging directory; half an hour
 #
 # SETUP=0      install nothing, use PYTHON as it is
 # PYTHON=...   the interpreter (3.11 or newer) that the environment is made from, or that is used with SETUP=0
+# ENGINE=sglang  the demo through an SGLang server, on fewer prompts, about 20 minutes
 # MODEL=...    a Hugging Face directory for the demo, instead of SmolLM2 from its package
 
 PYTHON ?= python3
 SETUP ?= 1
+ENGINE ?= transformers
 MODEL ?= ckpts/models/SmolLM2-135M-Instruct
 
 ifeq ($(SETUP),1)
@@ -29,12 +32,12 @@ export HF_HUB_OFFLINE := 1
 export WANDB_MODE := offline
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test setup serving
+.PHONY: demo test soak setup serving
 
 setup: $(INSTALLED)
 
-demo: $(INSTALLED) $(MODEL)/config.json
-	$(RUN) examples/demo.py --model $(MODEL)
+demo: $(INSTALLED) $(if $(filter sglang,$(ENGINE)),$(SERVING)) $(MODEL)/config.json
+	$(RUN) examples/demo.py --model $(MODEL) --engine $(ENGINE)
 
 test: $(INSTALLED) $(SERVING)
 	$(RUN) -m ruff check .
@@ -42,6 +45,9 @@ test: $(INSTALLED) $(SERVING)
 	$(RUN) -m mypy
 	$(RUN) -m mypy benchmarks
 	$(RUN) -m pytest
+
+soak: $(INSTALLED) $(SERVING)
+	$(RUN) -m pytest -m soak -s
 
 .venv/installed: pyproject.toml constraints-cpu.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit(f"PYTHON must be 3.11 or newer, got {v[0]}.{v[1]} ($(PYTHON)); name another one: make PYTHON=...")'

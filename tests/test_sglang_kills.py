@@ -1,0 +1,158 @@
+"""kill -9 of extract.py or of its server loses and doubles nothing, whatever either was doing."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import REPOSITORY
+from sglang_servers import server_config
+from test_extraction import contents, prompt_rows, write_prompts
+
+from eagle3.capture.client import SGLangEngine
+from eagle3.capture.server import capturing_servers
+from eagle3.config import ServerConfig
+from eagle3.features.record import FeatureSample
+
+LAYERS = [2, 4, 5]
+NUM_ROWS = 36
+SETTINGS = [
+    "target.dtype=float32",
+    "store.shard_bytes=300000",
+    "regenerate.max_new_tokens=8",
+    "regenerate.cut_loops=false",
+    "server.max_requests=4",  # answers are logged 16 rows at a time
+]
+EXTRACT_PHASES = ["extract waiting", "extract answering", "extract writing", "extract renaming", "extract indexing"]
+SERVER_PHASES = ["server waiting", "writer writing", "writer renaming"]
+SOAK_KILLS = 20
+FP32_NOISE = 1e-5  # of a row's norm: other batch mates, other summation order
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A target, its prompts, a server that is attached to, and the settings of one that is started."""
+
+    target: Path
+    prompts: Path
+    attached: list[str]
+    own: list[str]
+
+
+@pytest.fixture(scope="module")
+def scene(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    directory = tmp_path_factory.mktemp("kills")
+    prompts = write_prompts(directory / "prompts.jsonl", prompt_rows(NUM_ROWS))
+    config = server_config(directory, flags={"max-total-tokens": 4096})
+    with capturing_servers(config, str(tiny_target), LAYERS) as (servers, area):
+        SGLangEngine(servers, area, config, LAYERS)
+        attached = [f"server.urls=[{servers[0].url}]", f"server.staging_dir={area.directory}"]
+        yield Scene(tiny_target, prompts, attached, own_server(config))
+
+
+def own_server(config: ServerConfig) -> list[str]:
+    settings = [f"server.flags.{name}={value}" for name, value in config.flags.items() if name != "dtype"]
+    settings += [f"server.env.{name}={value}" for name, value in config.env.items()]
+    return [*settings, f"server.python={config.python}"]
+
+
+def extract(scene: Scene, directory: Path, server: list[str], kill: str | None = None) -> int:
+    """Runs extract.py; returns its exit code. `kill` is `VICTIM PHASE COUNT`."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    if kill is not None:
+        environment["PYTHONPATH"] = f"{REPOSITORY / 'tests' / 'kills'}{os.pathsep}{REPOSITORY}"
+        environment["EAGLE3_KILL"] = f"{kill} {directory / kill.replace(' ', '-')}"
+    command = [sys.executable, "extract.py", "--prompts", str(scene.prompts), f"target.path={scene.target}", *SETTINGS]
+    command += [f"store.path={directory / 'store'}", f"server.log={directory / 'server.log'}", *server]
+    with (directory / "log").open("a") as log:
+        return subprocess.run(command, cwd=REPOSITORY, env=environment, stderr=log, check=False).returncode
+
+
+def was_hit(directory: Path, kill: str) -> bool:
+    return (directory / kill.replace(" ", "-")).exists()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(scene: Scene, tmp_path_factory: pytest.TempPathFactory) -> dict[str, FeatureSample]:
+    directory = tmp_path_factory.mktemp("undisturbed")
+    assert extract(scene, directory, scene.attached) == 0, (directory / "log").read_text()
+    return contents(directory / "store")
+
+
+@pytest.fixture(scope="module")
+def noise(scene: Scene, undisturbed: dict[str, FeatureSample], tmp_path_factory: pytest.TempPathFactory) -> float:
+    """How far two undisturbed runs are apart."""
+    directory = tmp_path_factory.mktemp("undisturbed-again")
+    assert extract(scene, directory, scene.attached) == 0, (directory / "log").read_text()
+    return max(FP32_NOISE, largest_difference(contents(directory / "store"), undisturbed))
+
+
+def largest_difference(seen: dict[str, FeatureSample], wanted: dict[str, FeatureSample]) -> float:
+    """Compares ids, masks and counts bit for bit; returns the largest difference of a state, of its row's norm."""
+    assert seen.keys() == wanted.keys()
+    largest = 0.0
+    for sample_id, sample in wanted.items():
+        for name in ("input_ids", "loss_mask", "last_rows"):
+            assert torch.equal(getattr(seen[sample_id], name), getattr(sample, name)), (sample_id, name)
+        for name in ("aux_hidden_states", "last_hidden_states"):
+            ours, theirs = getattr(seen[sample_id], name), getattr(sample, name)
+            assert ours.shape == theirs.shape, (sample_id, name)
+            largest = max(largest, float(((ours - theirs).norm(dim=1) / theirs.norm(dim=1)).max()))
+    return largest
+
+
+def test_killed_in_each_phase_the_same_command_goes_on(
+    scene: Scene, undisturbed: dict[str, FeatureSample], noise: float, tmp_path: Path
+) -> None:
+    # In this order each run has enough left to do.
+    for kill in ("writing 1", "renaming 1", "indexing 1", "answering 2", "waiting 2"):
+        code = extract(scene, tmp_path, scene.attached, f"extract {kill}")
+        assert (code, was_hit(tmp_path, f"extract {kill}")) == (-signal.SIGKILL, True), (
+            kill,
+            (tmp_path / "log").read_text(),
+        )
+    assert extract(scene, tmp_path, scene.attached) == 0, (tmp_path / "log").read_text()
+    assert largest_difference(contents(tmp_path / "store"), undisturbed) <= noise
+
+
+def test_server_that_is_killed_is_started_again(
+    scene: Scene, undisturbed: dict[str, FeatureSample], noise: float, tmp_path: Path
+) -> None:
+    kill = "writer writing 98"
+    assert extract(scene, tmp_path, scene.own, kill) == 0, (tmp_path / "log").read_text()
+    assert was_hit(tmp_path, kill)
+    assert largest_difference(contents(tmp_path / "store"), undisturbed) <= noise
+
+
+@pytest.mark.soak
+def test_many_kills_at_random(
+    scene: Scene, undisturbed: dict[str, FeatureSample], noise: float, tmp_path: Path
+) -> None:
+    chance = random.Random(0)
+    hits: dict[str, int] = {}
+    num_round = 0
+    while sum(hits.values()) < SOAK_KILLS:
+        num_round += 1
+        directory = tmp_path / str(num_round)
+        directory.mkdir()
+        is_done = False
+        while not is_done:
+            # A server of ours too, whose processes must end with extract.py's.
+            server = scene.own if chance.random() < 0.5 else scene.attached
+            phase = chance.choice(EXTRACT_PHASES + (SERVER_PHASES if server is scene.own else []))
+            kill = f"{phase} {chance.randint(1, 3 if phase in EXTRACT_PHASES else 30)}"
+            code = extract(scene, directory, server, kill)
+            is_done = code == 0
+            if was_hit(directory, kill):
+                hits[phase] = hits.get(phase, 0) + 1
+                (directory / kill.replace(" ", "-")).unlink()
+            assert code in (0, -signal.SIGKILL), (kill, (directory / "log").read_text())
+        assert largest_difference(contents(directory / "store"), undisturbed) <= noise
+    print(f"{sum(hits.values())} kills in {num_round} runs: {hits}")
+    assert len(hits) == len(EXTRACT_PHASES) + len(SERVER_PHASES), hits

@@ -1,5 +1,6 @@
 """A server is ready when it records, is started again, and says why it died."""
 
+import logging
 import os
 import signal
 import sys
@@ -65,9 +66,14 @@ def test_restarted_server_keeps_its_log(tmp_path: Path) -> None:
         process.stop()
 
 
-def test_patience_with_a_silent_server_ends() -> None:
+def test_patience_with_a_silent_server_is_shown_and_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr("eagle3.capture.server.LINE_SECONDS", 0.0)
     with pytest.raises(ServerError, match=r"must answer within 1 s, got ConnectionError \(http://127.0.0.1:9\); raise"):
         Server("http://127.0.0.1:9").wait_until(refused, timeout_seconds=1)
+    assert caplog.messages[0] == "waiting for http://127.0.0.1:9 for 0 s: "
 
 
 class Answers(BaseHTTPRequestHandler):

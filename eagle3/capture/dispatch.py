@@ -197,8 +197,10 @@ class Dispatcher(Generic[Result]):
 
     def _abandon(self) -> None:
         """Ends what is in flight, if the caller stopped early."""
+        gone: set[_Lane] = set()  # a server that hangs is asked once, not once for each of its requests
         for flight in self._flights.values():
-            flight.lane.server.abort(flight.job.request_id)
+            if flight.lane not in gone and not flight.lane.server.abort(flight.job.request_id):
+                gone.add(flight.lane)
         for lane in self._lanes:
             lane.pool.shutdown(cancel_futures=True)
         for flight in self._flights.values():

@@ -4,16 +4,18 @@ A server is up long before it can work, and one that records nothing answers lik
 real request was answered and its sample has arrived.
 """
 
+import logging
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import requests
+from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from eagle3.capture.launch import (
@@ -28,6 +30,11 @@ from eagle3.capture.launch import (
 from eagle3.capture.staging import DIRECTORY_VARIABLE, LAYERS_VARIABLE
 from eagle3.capture.staging_area import StagingArea
 from eagle3.config import ServerConfig
+
+logger = logging.getLogger(__name__)
+
+LINE_SECONDS = 30.0  # between two lines about a server that is waited for, where there is no terminal
+ABORT_SECONDS = 5
 
 
 @dataclass(frozen=True)
@@ -60,10 +67,14 @@ class Server:
             raise ServerError(f"the server must answer {path}, got {response.status_code}: {response.text[:500]}")
         return response.json()
 
-    def abort(self, request_id: str) -> None:
-        """Asks the server to drop a request, if it still can."""
-        with suppress(requests.RequestException), self._session() as session:
-            session.post(f"{self.url}/abort_request", json={"rid": request_id}, timeout=5)
+    def abort(self, request_id: str) -> bool:
+        """Asks the server to drop a request; returns whether it is still there to do so."""
+        try:
+            with self._session() as session:
+                session.post(f"{self.url}/abort_request", json={"rid": request_id}, timeout=ABORT_SECONDS)
+        except requests.RequestException:
+            return False
+        return True
 
     def facts(self) -> ServerFacts:
         """Asks the server what it is.
@@ -94,9 +105,12 @@ class Server:
         Raises:
             ServerError: it died, or had no answer in time.
         """
-        deadline = time.monotonic() + timeout_seconds
+        started = told_at = time.monotonic()
+        deadline = started + timeout_seconds
         columns = (SpinnerColumn(), TextColumn("waiting for {task.description}"), TimeElapsedColumn())
-        with Progress(*columns, TextColumn("{task.fields[line]}"), transient=True) as progress:
+        says = TextColumn("{task.fields[line]}", markup=False)  # what a server logs has brackets of its own
+        console = Console(stderr=True)
+        with Progress(*columns, says, console=console, transient=True, disable=not console.is_terminal) as progress:
             task = progress.add_task(self.url, total=None, line="")
             while True:
                 self.check_alive()
@@ -110,6 +124,9 @@ class Server:
                             f"({self.url}); raise server.startup_timeout_seconds{self._last_lines()}"
                         ) from error
                 progress.update(task, line=self._last_line())
+                if progress.disable and time.monotonic() - told_at >= LINE_SECONDS:
+                    told_at = time.monotonic()
+                    logger.info("waiting for %s for %.0f s: %s", self.url, told_at - started, self._last_line())
                 time.sleep(0.5)
 
     def restart(self) -> None:

@@ -5,6 +5,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -79,7 +80,7 @@ def read(name: str) -> list[Run]:
 def show(found: Sequence[TextTable], answer: Sequence[str], console: Console) -> None:
     """Prints the tables, then the answer in words."""
     for text in found:
-        table = Table(title=text.title, title_justify="left")
+        table = Table(title=text.title, title_justify="left", box=box.MARKDOWN)  # can be pasted anywhere
         for index, heading in enumerate(text.headings):
             table.add_column(heading, justify="left" if index == 0 else "right", overflow="fold")
         for row in text.rows:

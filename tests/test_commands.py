@@ -1,5 +1,6 @@
 """`python -m eagle3 features` on small stores: what it prints, how it exits, and that nothing else is touched."""
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -70,11 +71,17 @@ def test_verify_refuses_a_path_without_a_store(tmp_path: Path) -> None:
 
 
 def test_stats_prints_lengths_bytes_and_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run("stats", write_numbers(tmp_path, range(6)))
+    run("stats", write_numbers(tmp_path, range(6)), "--out", tmp_path / "stats.json")
     printed = capsys.readouterr().out
     assert "tokens a sample: 4, 4, 5, 6, 6" in printed
     assert "int8, layer 4: error 0." in printed
     assert "fp8, last: error" in printed
+    errors = {(row["codec"], row["state"]): row for row in json.loads((tmp_path / "stats.json").read_text())["errors"]}
+    assert len(errors) == 8
+    aux = torch.cat([FeatureStore(tmp_path)[index].aux_hidden_states for index in range(6)])[:, :64].float()
+    decoded = decode(encode(aux.bfloat16(), 64, "int8"), 64, torch.bfloat16).float()
+    wanted = ((decoded - aux).norm(dim=1) / aux.norm(dim=1)).mean()
+    assert errors["int8", "2"]["of_length"] == pytest.approx(float(wanted), rel=1e-5)
     write_samples(tmp_path / "coded", "int8", bf16_samples())
     run("stats", tmp_path / "coded")
     assert "are coded already (int8)" in capsys.readouterr().out

@@ -13,6 +13,7 @@ from eagle3.draft.ttt import PackedSequences, pack
 from eagle3.features.codec import Codec
 from eagle3.features.record import FeatureSample
 from eagle3.features.store import FeatureStore
+from eagle3.features.stored import decode_sample, encode_sample
 from eagle3.features.writer import FeatureWriter
 from eagle3.training.packs import CodedPack, PackReader, on_device
 
@@ -128,6 +129,39 @@ def test_a_sample_without_a_needed_row_is_refused(tmp_path: Path) -> None:
         UserError, match=r"last_rows must hold the row before every supervised token, got none for row 1"
     ):
         PackReader(store, 1, pin=False).read([0])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("codec", ["bf16", "int8", "fp8"])
+def test_packs_that_a_gpu_decodes_are_those_that_the_cpu_decodes(tmp_path: Path, codec: Codec) -> None:
+    store = write_samples(tmp_path, codec, bf16_samples())
+    members = [[0, 1], [2], [3, 0], [1, 2, 3], [0]] * 4
+    wanted = [pack([store[index] for index in indices]) for indices in members]
+    reader = PackReader(store, 2, pin=True)
+    coded = [reader.read(indices) for indices in members]
+    assert all(one.is_pinned() for pack_ in coded for one in pack_.tensors())
+    device = torch.device("cuda")
+    for seen, own in zip(on_device(coded, device), wanted, strict=True):
+        busy = torch.randn(1000, 1000, device=device)
+        for _ in range(20):  # work that the next copy runs beside
+            busy = busy @ busy / 30
+        moved = replace(seen, **{n: getattr(seen, n).cpu() for n in ("input_ids", "positions", "aux_hidden_states")})
+        moved = replace(moved, last_hidden_states=seen.last_hidden_states.cpu())
+        assert_same_pack(replace(moved, target_logz=None if seen.target_logz is None else seen.target_logz.cpu()), own)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("codec", ["int8", "fp8"])
+def test_a_gpu_codes_as_the_cpu_does(codec: Codec) -> None:
+    (sample, *_) = bf16_samples()
+    there = decode_sample(encode_sample(sample, 64, codec, torch.device("cuda")), 64, torch.bfloat16)
+    here = decode_sample(encode_sample(sample, 64, codec), 64, torch.bfloat16)
+    # Of equal numbers either may be kept apart, so that single numbers differ by their rounding.
+    limit = {"int8": 0.01, "fp8": 0.04}[codec]
+    for seen in (here, there):
+        error = (seen.aux_hidden_states.float() - sample.aux_hidden_states.float()).norm()
+        assert error / sample.aux_hidden_states.float().norm() < limit
+    assert torch.equal(there.input_ids, here.input_ids)
 
 
 def test_a_pack_of_exact_states_comes_back_as_it_was() -> None:

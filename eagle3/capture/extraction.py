@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from eagle3.board import feature_store
@@ -74,7 +75,14 @@ def run_extraction(config: ExtractConfig) -> ExtractionReport:
     report = ExtractionReport(num_stored_before=len(stored_ids), num_quarantined=len(quarantined_ids))
     with (
         Interrupts() as interrupts,
-        FeatureWriter(store_path, manifest, store.shard_bytes, store.quota_bytes, writer=store.writer) as writer,
+        FeatureWriter(
+            store_path,
+            manifest,
+            store.shard_bytes,
+            store.quota_bytes,
+            writer=store.writer,
+            device=coding_device(config),
+        ) as writer,
         ExitStack() as stack,
     ):
         bytes_before = writer.num_bytes
@@ -199,6 +207,12 @@ def build_manifest(
 def store_codec(config: ExtractConfig) -> Codec:
     """Returns the codec of an extraction's store."""
     return EXACT_CODECS[DTYPES[config.target.dtype]] if config.store.codec == "exact" else config.store.codec
+
+
+def coding_device(config: ExtractConfig) -> torch.device | None:
+    """Returns where states are coded: beside a target in this process; a server leaves no room on its GPU."""
+    is_on_gpu = config.engine == "transformers" and config.target.device != "cpu" and torch.cuda.is_available()
+    return torch.device("cuda") if is_on_gpu else None
 
 
 def _check_plan(

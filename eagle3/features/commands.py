@@ -1,6 +1,7 @@
 """`python -m eagle3 features`: look into stores, check them, and make new ones of them."""
 
 import argparse
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -17,8 +18,9 @@ from eagle3.features.index import verify_store
 from eagle3.features.location import Location
 from eagle3.features.manifest import MANIFEST_NAME, load_manifest
 from eagle3.features.rewrite import combined_manifest, select, write_selection
-from eagle3.features.statistics import error_of_codecs, lengths_of, sizes_of
+from eagle3.features.statistics import errors_of_codecs, lengths_of, sizes_of
 from eagle3.features.store import FeatureStore
+from eagle3.files import write_whole
 
 NUM_LISTED = 10  # samples that `inspect` shows
 
@@ -40,6 +42,7 @@ def main(argv: Sequence[str]) -> int:
     command = add("stats", stats, "prints lengths, and what each codec would cost in bytes and in error")
     command.add_argument("store")
     command.add_argument("--samples", type=int, default=50, help="samples that the errors are measured on")
+    command.add_argument("--out", type=Path, help="also write the errors as JSON")
     command = add("merge", merge, "makes one store of several")
     command.add_argument("out", type=Path)
     command.add_argument("stores", nargs="+", metavar="store")
@@ -124,9 +127,21 @@ def stats(arguments: argparse.Namespace) -> None:
     for line in (*lengths_of(store), *sizes_of(store)):
         print(line)
     with progress_bar("coding", min(arguments.samples, len(store))) as advance:
-        lines = error_of_codecs(store, arguments.samples, advance)
-    for line in lines:
-        print(line)
+        errors = errors_of_codecs(store, arguments.samples, advance)
+    for error in errors:
+        print(error)
+    if not errors:
+        print(f"errors: not measured, the states of this store are coded already ({store.manifest.codec})")
+    if arguments.out is not None:
+        facts = {
+            "command": f"python -m eagle3 features stats STORE --samples {arguments.samples}",
+            "samples": min(arguments.samples, len(store)),
+            "capture_layers": store.manifest.capture_layers,
+            "hidden_size": store.manifest.hidden_size,
+            "target_revision": store.manifest.target_revision,
+            "errors": [asdict(error) for error in errors],
+        }
+        write_whole(arguments.out, json.dumps(facts, indent=1) + "\n")
 
 
 def merge(arguments: argparse.Namespace) -> None:

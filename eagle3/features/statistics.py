@@ -5,6 +5,7 @@ in units of the state's typical number, where a first token cannot hide it.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -49,31 +50,52 @@ def state_errors(states: Tensor, decoded: Tensor) -> tuple[Tensor, Tensor]:  # (
     return error.norm(dim=1) / states.norm(dim=1).clamp(min=1e-30), root_mean / typical.clamp(min=1e-30)
 
 
-def error_of_codecs(store: FeatureStore, num_samples: int, advance: Callable[[int], None]) -> list[str]:
-    """Returns a line for each lossy codec and captured state: what it would make of the first samples."""
+@dataclass(frozen=True)
+class CodecError:
+    """What a codec does to the states of one layer, as means over states."""
+
+    codec: Codec
+    state: str  # the boundary, or "last"
+    of_length: float  # error relative to the state's length
+    of_typical: float  # error relative to the state's typical number
+    of_typical_first_token: float | None  # likewise, of first tokens alone; None where the last state of none is kept
+    worst_channel: float  # largest error of a channel, relative to that channel's length
+
+    def __str__(self) -> str:
+        name = self.state if self.state == "last" else f"layer {self.state}"
+        first = "" if self.of_typical_first_token is None else f" (first tokens {self.of_typical_first_token:.2%})"
+        return (
+            f"{self.codec}, {name}: error {self.of_length:.2%} of a state's length, {self.of_typical:.2%} of its "
+            f"typical number{first}, {self.worst_channel:.2%} of the worst channel"
+        )
+
+
+def errors_of_codecs(store: FeatureStore, num_samples: int, advance: Callable[[int], None]) -> list[CodecError]:
+    """Measures what each lossy codec would make of the first samples of an exact store; nothing of a coded one."""
     if store.manifest.codec in LARGEST_CODE:
-        return [f"errors: not measured, the states of this store are coded already ({store.manifest.codec})"]
+        return []
     hidden_size, layers = store.manifest.hidden_size, store.manifest.capture_layers
-    errors: dict[tuple[Codec, str], list[tuple[Tensor, Tensor]]] = {}
+    states: dict[str, list[Tensor]] = {}
+    firsts: list[int] = []
+    num_rows = 0
     for index in range(min(num_samples, len(store))):
         sample = store[index]
-        parts = dict(
-            zip([f"layer {layer}" for layer in layers], sample.aux_hidden_states.split(hidden_size, 1), strict=True)
-        )
-        for name, states in (parts | {"last": sample.last_hidden_states}).items():
-            for codec in LARGEST_CODE:
-                decoded = decode(encode(states, hidden_size, codec), hidden_size, states.dtype)
-                errors.setdefault((codec, name), []).append(state_errors(states, decoded))
+        firsts.append(num_rows)
+        num_rows += sample.input_ids.numel()
+        pieces = sample.aux_hidden_states.split(hidden_size, 1)
+        for name, piece in zip(map(str, layers), pieces, strict=True):
+            states.setdefault(name, []).append(piece)
+        states.setdefault("last", []).append(sample.last_hidden_states)
         advance(1)
-    lines = []
-    for (codec, name), pairs in errors.items():
-        by_length, by_typical = (torch.cat(each) for each in zip(*pairs, strict=True))
-        line = (
-            f"{codec}, {name}: error {by_length.mean():.2%} of a state's length, "
-            f"{by_typical.mean():.2%} of its typical number"
-        )
-        if name != "last":
-            first = torch.stack([pair[1][0] for pair in pairs])
-            line += f" (first tokens {first.mean():.2%})"
-        lines.append(line)
-    return lines
+    errors = []
+    for codec in LARGEST_CODE:
+        for name, parts in states.items():
+            exact = torch.cat(parts)
+            decoded = decode(encode(exact, hidden_size, codec), hidden_size, exact.dtype)
+            by_length, by_typical = state_errors(exact, decoded)
+            channels = (decoded.float() - exact.float()).norm(dim=0) / exact.float().norm(dim=0).clamp(min=1e-30)
+            first = None if name == "last" else float(by_typical[firsts].mean())
+            errors.append(
+                CodecError(codec, name, float(by_length.mean()), float(by_typical.mean()), first, float(channels.max()))
+            )
+    return errors

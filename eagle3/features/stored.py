@@ -6,7 +6,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from eagle3.features.codec import Codec, CodedStates, decode, encode
+from eagle3.features.codec import Codec, CodedStates, decode, encode, is_exact
 from eagle3.features.record import FeatureSample
 
 # In the order of the file: four-byte columns first and one-byte ones last, so that each is aligned to its own width.
@@ -55,8 +55,10 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-def encode_sample(sample: FeatureSample, hidden_size: int, codec: Codec) -> StoredSample:
-    """Codes a sample's states on their device, and brings it to the CPU.
+def encode_sample(
+    sample: FeatureSample, hidden_size: int, codec: Codec, device: torch.device | None = None
+) -> StoredSample:
+    """Codes a sample's states on a device, theirs unless it is given, and brings it to the CPU.
 
     Raises:
         FloatingPointError: a state that a lossy codec was to keep is not finite.
@@ -69,7 +71,7 @@ def encode_sample(sample: FeatureSample, hidden_size: int, codec: Codec) -> Stor
         "loss_mask": sample.loss_mask,
     }
     for part, states in (("aux", sample.aux_hidden_states), ("last", sample.last_hidden_states)):
-        coded = encode(states, hidden_size, codec)
+        coded = encode(states if device is None or is_exact(codec) else states.to(device), hidden_size, codec)
         columns[f"{part}_hidden_states"] = coded.codes
         columns[f"{part}_scales"] = coded.scales
         columns[f"{part}_outlier_columns"] = coded.outlier_columns

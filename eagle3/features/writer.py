@@ -54,9 +54,16 @@ class FeatureWriter:
     """
 
     def __init__(
-        self, path: Path, manifest: Manifest, shard_bytes: int, quota_bytes: int | None = None, *, writer: int = 0
+        self,
+        path: Path,
+        manifest: Manifest,
+        shard_bytes: int,
+        quota_bytes: int | None = None,
+        *,
+        writer: int = 0,
+        device: torch.device | None = None,
     ) -> None:
-        """Opens the store as writer 0, 1, ..., whose number no other process may have.
+        """Opens the store as writer 0, 1, ..., whose number no other process may have; `device` codes the states.
 
         Raises:
             UserError: another process writes under this number, the store was begun with other settings or is damaged,
@@ -65,6 +72,7 @@ class FeatureWriter:
         self.path = path
         self.manifest = manifest
         self.writer = writer
+        self._device = device
         self._shard_bytes = shard_bytes
         self._quota_bytes = quota_bytes
         self._buffer: list[StoredSample] = []
@@ -114,7 +122,7 @@ class FeatureWriter:
             UserError: the disk cannot take the shard before this one; the store is as it was before that.
         """
         _check_sample(sample, self.manifest)
-        self.write_stored(encode_sample(sample, self.manifest.hidden_size, self.manifest.codec))
+        self.write_stored(encode_sample(sample, self.manifest.hidden_size, self.manifest.codec, self._device))
 
     def write_stored(self, stored: StoredSample) -> None:
         """Buffers a sample that is in the store's codec already; as `write`."""

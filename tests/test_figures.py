@@ -7,6 +7,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = "benchmarks/results/demo.json"
+CODEC_ERRORS = "benchmarks/results/codec_errors.json"
 TRAIN = "benchmarks/results/train.json"
 
 
@@ -73,3 +74,17 @@ def test_every_result_named_in_the_readme_exists_and_says_how_it_was_made() -> N
         result = json.loads((ROOT / name).read_text(encoding="utf-8"))
         missing = {"command", "date", "commit", "hardware", "versions"} - result.keys()
         assert not missing, f"{name} must say {sorted(missing)}"
+
+
+def test_codec_errors_are_those_of_the_json() -> None:
+    result = json.loads((ROOT / CODEC_ERRORS).read_text(encoding="utf-8"))
+    text = (ROOT / "docs/EXPERIMENTS.md").read_text(encoding="utf-8")
+    assert CODEC_ERRORS in text
+    assert f"commit {result['commit'][:7]}" in text
+    for row in result["errors"]:
+        first = "-" if row["of_typical_first_token"] is None else f"{row['of_typical_first_token']:.2%}"
+        line = (
+            f"| {row['codec']} | {row['state']} | {row['of_length']:.2%} | {row['of_typical']:.2%} | {first} "
+            f"| {row['worst_channel']:.2%} |"
+        ).replace("%", " %")
+        assert line in text, f"docs/EXPERIMENTS.md must have the line {line!r}"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from eagle3.cli import run_command
 from eagle3.config import UserError
-from eagle3.evaluation import compare, prompt_report, simulation
+from eagle3.evaluation import compare, prompt_report, question_sets, simulation
 from eagle3.evaluation.doctor import command as doctor
 from eagle3.features import commands as features
 from eagle3.training import sweep
@@ -15,6 +15,7 @@ SUBCOMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "compare": compare.main,
     "doctor": doctor.main,
     "features": features.main,
+    "questions": question_sets.main,
     "simulate": simulation.main,
     "sweep": sweep.main,
     "prompts": prompt_report.main,

@@ -46,6 +46,7 @@ def test_every_server_is_measured_and_compared(
 ) -> None:
     """Servers that answer with 10 tokens; with the drafter in 5 rounds, and once with another last token."""
     started: list[Mapping[str, Any]] = []
+    caches: set[str | None] = set()
 
     @contextmanager
     def running_server(config: ServerConfig, model_path: str, flags: Mapping[str, Any], env: Any) -> Iterator[Server]:
@@ -53,6 +54,7 @@ def test_every_server_is_measured_and_compared(
         started.append(flags)
 
         def generate(body: dict[str, Any]) -> Reply:
+            caches.add(body.get("extra_key"))
             last = 9 if len(body["input_ids"]) % 2 or not flags else 8
             meta: dict[str, Any] = {"completion_tokens": 10}
             if flags and body["sampling_params"]["max_new_tokens"] > 1:
@@ -86,6 +88,7 @@ def test_every_server_is_measured_and_compared(
     }
     assert started[0]["speculative-num-draft-tokens"] == 3
     assert started[2] == {}
+    assert caches == {None, "warm-up", "T=0 n=1", "T=0 n=2", "T=1 n=1", "T=1 n=2"}
     keys = [(cell["server"], cell["temperature"], cell["concurrency"]) for cell in result["cells"]]
     assert keys == [(name, t, c) for name in ("2", "3/2/6", "plain") for t in (0.0, 1.0) for c in (1, 2)]
     first, plain = result["cells"][0], result["cells"][-4]

@@ -67,11 +67,23 @@ class TopTwo:
 class SGLangClient:
     """Asks one server for answers, greedy ones unless a temperature is given."""
 
-    def __init__(self, url: str, max_new_tokens: int, *, temperature: float = 0.0, is_speculative: bool = True) -> None:
-        """An answer without verify rounds is an error, unless the server is not `is_speculative`."""
+    def __init__(
+        self,
+        url: str,
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        is_speculative: bool = True,
+        cache_name: str | None = None,
+    ) -> None:
+        """An answer without verify rounds is an error, unless the server is not `is_speculative`.
+
+        Requests with a `cache_name` find only those of the same name in the server's prefix cache.
+        """
         self.url = url.rstrip("/")
         self._sampling = {"temperature": temperature, "max_new_tokens": max_new_tokens}
         self._is_speculative = is_speculative
+        self._cache_name = cache_name
 
     def top_two(self, prompt_ids: list[int]) -> TopTwo:
         """Returns what the target would say next, and how surely.
@@ -149,7 +161,9 @@ class SGLangClient:
                 raise
 
     def _generate(self, prompt_ids: list[int]) -> ServedAnswer:
-        body = {"input_ids": prompt_ids, "sampling_params": self._sampling}
+        body: dict[str, Any] = {"input_ids": prompt_ids, "sampling_params": self._sampling}
+        if self._cache_name is not None:
+            body["extra_key"] = self._cache_name
         started = time.perf_counter()
         response = requests.post(f"{self.url}/generate", json=body, timeout=ANSWER_TIMEOUT_SECONDS)
         seconds = time.perf_counter() - started

@@ -99,6 +99,7 @@ def evaluate_serving(config: EvaluateConfig) -> ServingReport:
             facts[name] = SGLangClient(server.url, config.max_new_tokens).facts()
             # The first server's answers are the history of later turns, for all servers.
             asking = asking or _ask_turns(config, server.url)
+            _warm_up(config, server.url, asking, is_speculative=speculation is not None)
             for temperature in serve.temperatures:
                 for concurrency in serve.concurrency:
                     cell, answers = _measure(config, server.url, speculation, asking, temperature, concurrency)
@@ -141,6 +142,14 @@ def _ask_turns(config: EvaluateConfig, url: str) -> _Asking:
     return _Asking([turn.sample_id for turn in turns], [turn.prompt_ids for turn in turns])
 
 
+def _warm_up(config: EvaluateConfig, url: str, asking: _Asking, *, is_speculative: bool) -> None:
+    """Has a server compile what it compiles at its first batches, before anything is timed."""
+    assert config.serve is not None, "the caller checks that servers are asked for"
+    most = max(config.serve.concurrency)
+    client = SGLangClient(url, config.max_new_tokens, is_speculative=is_speculative, cache_name="warm-up")
+    client.answer_all(asking.prompts[:most], most, lambda answer: None)
+
+
 def _measure(
     config: EvaluateConfig,
     url: str,
@@ -151,7 +160,13 @@ def _measure(
 ) -> tuple[Cell, list[ServedAnswer]]:
     """Sends all prompts with so many in flight."""
     name = PLAIN if speculation is None else speculation.name
-    client = SGLangClient(url, config.max_new_tokens, temperature=temperature, is_speculative=speculation is not None)
+    client = SGLangClient(
+        url,
+        config.max_new_tokens,
+        temperature=temperature,
+        is_speculative=speculation is not None,
+        cache_name=f"T={temperature:g} n={concurrency}",  # or later cells would find their prompts prefilled
+    )
     with progress_bar(f"{name}, T={temperature:g}, {concurrency} in flight", len(asking.prompts), "answers") as advance:
         begun = time.perf_counter()
         answers = client.answer_all(asking.prompts, concurrency, lambda answer: advance(1))

@@ -1,14 +1,21 @@
 """Every figure in the README is the one in the JSON that it names."""
 
+import io
 import json
 import re
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
+from eagle3.evaluation.compare import show
+from eagle3.evaluation.tables import TextTable
+
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = "benchmarks/results/demo.json"
 CODEC_ERRORS = "benchmarks/results/codec_errors.json"
 TRAIN = "benchmarks/results/train.json"
+COMPARE = "benchmarks/results/compare.json"
 
 
 def readme() -> str:
@@ -65,6 +72,18 @@ def test_training_figures_are_those_of_the_json() -> None:
     assert f"commit {result['commit'][:7]}" in text
     for line in train_lines(result):
         assert line in text, f"README.md must have the line {line!r}"
+
+
+def test_the_comparison_is_what_the_command_printed() -> None:
+    result = json.loads((ROOT / COMPARE).read_text(encoding="utf-8"))
+    text = readme()
+    assert COMPARE in text
+    assert f"commit {result['commit'][:7]}" in text
+    console = Console(file=io.StringIO(), width=118)
+    show([TextTable(**table) for table in result["tables"]], result["sentences"], console)
+    assert isinstance(console.file, io.StringIO)
+    printed = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    assert "\n".join(printed) in text
 
 
 def test_every_result_named_in_the_readme_exists_and_says_how_it_was_made() -> None:

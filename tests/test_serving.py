@@ -69,7 +69,7 @@ def test_every_server_is_measured_and_compared(
     monkeypatch.setattr(serving, "running_server", running_server)
     prompts = tmp_path / "prompts.jsonl"
     texts = ["a", "bb", "ccc", "dddd"]
-    rows = [{"id": text, "messages": [{"role": "user", "content": text}]} for text in texts]
+    rows = [{"id": text, "domain": "maths", "messages": [{"role": "user", "content": text}]} for text in texts]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     named: dict[str, Any] = {
         "drafter": drafter,
@@ -96,6 +96,11 @@ def test_every_server_is_measured_and_compared(
     assert first["acceptance"]["conditional"] == [3 / 5, 1 / 3]
     assert first["histogram"] == [8, 8, 4]
     assert list(first["by_context"]) == ["0-511"]
+    assert first["by_set"] == {"maths": first["acceptance"]} == {"maths": first["by_context"]["0-511"]}
+    # What the servers answered is none of this drafter's: as many rounds as tokens but one.
+    assert first["simulated"]["num_tokens"] == 40
+    assert first["simulated"]["rounds"] >= first["acceptance"]["rounds"]
+    assert result["cells"][1]["simulated"] is None
     assert first["speed_up"] == pytest.approx(first["tokens_per_second"] / plain["tokens_per_second"])
     assert (plain["acceptance"], plain["speed_up"], plain["num_tokens"]) == (None, None, 40)
     assert 0 < first["latency_median"] <= first["latency_95"]

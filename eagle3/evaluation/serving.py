@@ -15,10 +15,11 @@ from eagle3.capture.server import Server, running_server
 from eagle3.config import EvaluateConfig, ServeConfig, UserError
 from eagle3.draft.acceptance import Acceptance, AnswerRounds, summarise
 from eagle3.draft.export import load_drafter
-from eagle3.draft.target_weights import load_target_config
+from eagle3.draft.target_weights import load_target_config, load_target_weights
 from eagle3.evaluation.report import progress_bar
 from eagle3.evaluation.served import ServedAnswer, ServerFacts, SGLangClient, findings, served_rounds
-from eagle3.evaluation.simulate import Speculation, parse_speculation
+from eagle3.evaluation.simulate import Speculation, batch_tokens_of, packs_of, parse_speculation, simulate_all
+from eagle3.evaluation.target import load_local_target
 from eagle3.evaluation.turns import ask_all, select_conversations
 from eagle3.prompts.loops import is_looping
 from eagle3.prompts.rendering import end_token_ids, load_tokenizer
@@ -47,6 +48,8 @@ class Cell:
     without_loops: Acceptance | None = None  # None: plain, or nothing is left
     histogram: list[int] = field(default_factory=list)  # index: drafts accepted in a round
     by_context: dict[str, Acceptance] = field(default_factory=dict)  # by tokens of the prompt
+    by_set: dict[str, Acceptance] = field(default_factory=dict)  # by domain of the question, where rows have one
+    simulated: Acceptance | None = None  # of the very answers, at the first concurrency
 
     @property
     def tokens_per_second(self) -> float:
@@ -90,7 +93,7 @@ def evaluate_serving(config: EvaluateConfig) -> ServingReport:
     cells: list[Cell] = []
     facts: dict[str, ServerFacts] = {}
     found: set[str] = set()
-    greedy: dict[str, list[ServedAnswer]] = {}  # at the first concurrency, by server
+    kept: dict[tuple[str, float], list[ServedAnswer]] = {}  # at the first concurrency, by server and temperature
     agreements: list[Agreement] = []
     ways: list[Speculation | None] = [*map(parse_speculation, serve.speculations), None]
     for speculation in ways:
@@ -106,17 +109,51 @@ def evaluate_serving(config: EvaluateConfig) -> ServingReport:
                     cells.append(cell)
                     if speculation is not None:
                         found |= {f"{name}: {finding}" for finding in findings(answers, facts[name])}
-                    if temperature == 0 and concurrency == serve.concurrency[0]:
-                        greedy[name] = answers
-            if speculation is None and PLAIN in greedy:
+                    if concurrency == serve.concurrency[0]:
+                        kept[name, temperature] = answers
+            if speculation is None and (PLAIN, 0) in kept:
                 plain = SGLangClient(server.url, config.max_new_tokens, is_speculative=False)
                 agreements = [
-                    compare_answers(other, answers, greedy[PLAIN], asking.prompts, plain)
-                    for other, answers in greedy.items()
-                    if other != PLAIN
+                    compare_answers(other, answers, kept[PLAIN, 0], asking.prompts, plain)
+                    for (other, temperature), answers in kept.items()
+                    if other != PLAIN and temperature == 0
                 ]
     assert asking is not None, ways
+    if serve.simulate:
+        cells = _with_simulated(config, cells, kept, asking)
     return ServingReport(cells, agreements, facts, sorted(found), len(asking.prompts))
+
+
+def _with_simulated(
+    config: EvaluateConfig,
+    cells: Sequence[Cell],
+    kept: Mapping[tuple[str, float], list[ServedAnswer]],
+    asking: "_Asking",
+) -> list[Cell]:
+    """Simulates the answers that servers gave, from states of one more prefill of them in this process."""
+    assert config.target is not None, "the config was checked"
+    assert config.drafter is not None, "the config was checked"
+    assert config.serve is not None, "the caller checks that servers are asked for"
+    drafter = load_drafter(Path(config.drafter), load_target_config(Path(config.target.path)))
+    tokenizer = load_tokenizer(config.target.path, config.target.trust_remote_code)
+    target = load_local_target(config.target, drafter.config.capture_layers, tokenizer)
+    drafter.to(target.device, target.dtype).eval()
+    weights = load_target_weights(Path(config.target.path)).to(target.device, target.dtype)
+    limit = batch_tokens_of(drafter.config, weights.embed_tokens)
+    found = []
+    for cell in cells:
+        answers = kept.get((cell.server, cell.temperature), [])
+        if cell.server == PLAIN or cell.concurrency != config.serve.concurrency[0]:
+            found.append(cell)
+            continue
+        speculation = parse_speculation(cell.server)
+        turns = zip(asking.sample_ids, asking.prompts, answers, strict=True)
+        with progress_bar(f"simulating {cell.server}, T={cell.temperature:g}", len(answers), "answers") as advance:
+            samples = (target.features(name, prompt, answer.token_ids) for name, prompt, answer in turns)
+            packs = packs_of(samples, limit, target.device)
+            rounds = simulate_all({"": drafter}, weights, packs, [speculation], advance=advance)["", speculation]
+        found.append(replace(cell, simulated=summarise(rounds, config.seed)))
+    return found
 
 
 @dataclass(frozen=True)
@@ -125,6 +162,7 @@ class _Asking:
 
     sample_ids: list[str]
     prompts: list[list[int]]
+    domains: dict[str, str]  # by sample
 
 
 def _ask_turns(config: EvaluateConfig, url: str) -> _Asking:
@@ -138,8 +176,10 @@ def _ask_turns(config: EvaluateConfig, url: str) -> _Asking:
             return client.answer_all(prompts, config.batch_size, lambda answer: advance(1))
 
     end_ids = end_token_ids(Path(config.target.path), tokenizer)
-    turns = ask_all(select_conversations(config), tokenizer, config, answer_all, end_ids)
-    return _Asking([turn.sample_id for turn in turns], [turn.prompt_ids for turn in turns])
+    conversations = select_conversations(config)
+    turns = ask_all(conversations, tokenizer, config, answer_all, end_ids)
+    domains = {each.id: each.domain for each in conversations if each.domain is not None}
+    return _Asking([turn.sample_id for turn in turns], [turn.prompt_ids for turn in turns], domains)
 
 
 def _warm_up(config: EvaluateConfig, url: str, asking: _Asking, *, is_speculative: bool) -> None:
@@ -237,9 +277,8 @@ def _counts(answers: Sequence[ServedAnswer]) -> Mapping[str, Any]:
 def _with_acceptance(cell: Cell, answers: Sequence[ServedAnswer], asking: _Asking, num_steps: int, seed: int) -> Cell:
     rounds = served_rounds(asking.sample_ids, list(answers), num_steps)
     steady = [each for each, answer in zip(rounds, answers, strict=True) if not is_looping(answer.token_ids)]
-    buckets: dict[str, list[AnswerRounds]] = {}
-    for each, prompt in sorted(zip(rounds, asking.prompts, strict=True), key=lambda pair: len(pair[1])):
-        buckets.setdefault(context_bucket(len(prompt)), []).append(each)
+    contexts = [context_bucket(len(prompt)) for prompt in asking.prompts]
+    sets = [asking.domains.get(sample_id) for sample_id in asking.sample_ids]
     longest = max((len(answer.histogram) for answer in answers), default=0)
     histogram = [sum(a.histogram[i] for a in answers if i < len(a.histogram)) for i in range(longest)]
     return replace(
@@ -247,10 +286,18 @@ def _with_acceptance(cell: Cell, answers: Sequence[ServedAnswer], asking: _Askin
         acceptance=summarise(rounds, seed),
         without_loops=summarise(steady, seed) if any(each.rounds > 0 for each in steady) else None,
         histogram=histogram,
-        by_context={
-            name: summarise(some, seed) for name, some in buckets.items() if any(each.rounds > 0 for each in some)
-        },
+        by_context=_by_group(rounds, contexts, seed),
+        by_set=_by_group(rounds, sets, seed),
     )
+
+
+def _by_group(rounds: Sequence[AnswerRounds], groups: Sequence[str | None], seed: int) -> dict[str, Acceptance]:
+    """Returns the acceptance of each group whose answers have rounds; those of no group are left out."""
+    found: dict[str, list[AnswerRounds]] = {}
+    for each, group in zip(rounds, groups, strict=True):
+        if group is not None:
+            found.setdefault(group, []).append(each)
+    return {group: summarise(some, seed) for group, some in found.items() if any(each.rounds > 0 for each in some)}
 
 
 def context_bucket(num_tokens: int) -> str:

@@ -72,7 +72,10 @@ def words(report: ServingReport) -> list[str]:
 
 def text_tables(report: ServingReport) -> list[TextTable]:
     """Returns speed, acceptance, histograms and context lengths."""
-    speed, acceptance, contexts = [], [], []
+    speed: list[list[str]] = []
+    acceptance: list[list[str]] = []
+    contexts: list[list[str]] = []
+    sets: list[list[str]] = []
     for cell in report.cells:
         up = speed_up(report, cell)
         key = [cell.server, f"{cell.temperature:g}", str(cell.concurrency)]
@@ -85,16 +88,28 @@ def text_tables(report: ServingReport) -> list[TextTable]:
         steady = "-" if cell.without_loops is None else f"{cell.without_loops.tau:.3f}"
         interval = f"{found.low:.2f}-{found.high:.2f}"
         taus = [f"{found.tau:.3f}", interval, f"{found.mean_answer_tau:.3f}", f"{found.tau_without_prefill:.3f}"]
-        acceptance.append([*key, *taus, steady, shares, " ".join(map(str, cell.histogram))])
-        for bucket, some in cell.by_context.items():
-            row = [bucket, f"{some.tau:.3f}", f"{some.low:.2f}-{some.high:.2f}", str(some.num_answers)]
-            contexts.append([*key, *row])
+        simulated = "-" if cell.simulated is None else f"{cell.simulated.tau:.3f}"
+        acceptance.append([*key, *taus, simulated, steady, shares, " ".join(map(str, cell.histogram))])
+        for rows, groups in ((contexts, cell.by_context), (sets, cell.by_set)):
+            for group, some in groups.items():
+                row = [group, f"{some.tau:.3f}", f"{some.low:.2f}-{some.high:.2f}", str(some.num_answers)]
+                rows.append([*key, *row])
     key = ["server", "T", "in flight"]
     latency = ["s a request", "median", "95 %"]
-    taus = ["tau", "95 %", "mean of answers", "(N-1)/R", "no loops", "by position", "rounds that accepted 0, 1, ..."]
+    taus = [
+        "tau",
+        "95 %",
+        "mean of answers",
+        "(N-1)/R",
+        "simulated",
+        "no loops",
+        "by position",
+        "rounds that accepted 0, 1, ...",
+    ]
     return [
         TextTable("Speed", [*key, "tokens/s", *latency, "speed-up"], speed),
         TextTable("Acceptance length", [*key, *taus], acceptance),
+        TextTable("By question set", [*key, "set", "tau", "95 %", "answers"], sets),
         TextTable("By prompt length in tokens", [*key, "tokens", "tau", "95 %", "answers"], contexts),
     ]
 

@@ -2,7 +2,7 @@
 
     python benchmarks/prompts.py --model DIRECTORY --out benchmarks/results/prompts.json
 
-Synthetic conversations of one or two exchanges of 40 English words each are rendered with the model's own tokenizer
+Synthetic conversations, a question of 12 English words and an answer of 28, are rendered with the model's own tokenizer
 and template, every mask verified. Memory is that of all processes, sampled after each tenth of the rows.
 """
 
@@ -54,16 +54,14 @@ def main() -> None:
 
 
 def write_rows(path: Path, num_rows: int) -> int:
-    """Writes conversations of one or two exchanges, and returns the file's size."""
+    """Writes conversations of one exchange, and returns the file's size."""
     chance = random.Random(0)
     examples = Path(__file__).resolve().parent.parent / "examples" / "prompts.jsonl"
     words = " ".join(json.loads(line)["messages"][0]["content"] for line in examples.open()).split()
     with path.open("w") as file:
         for i in range(num_rows):
-            messages = []
-            for _ in range(1 + i % 2):
-                messages.append({"role": "user", "content": " ".join(chance.choices(words, k=12)) + "?"})
-                messages.append({"role": "assistant", "content": " ".join(chance.choices(words, k=28)) + "."})
+            question, answer = (" ".join(chance.choices(words, k=count)) for count in (12, 28))
+            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
             file.write(json.dumps({"id": f"row-{i}", "messages": messages}) + "\n")
     return path.stat().st_size
 

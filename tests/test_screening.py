@@ -106,6 +106,16 @@ def test_rows_come_back_in_order_from_several_processes(tmp_path: Path) -> None:
     assert {row.row.kind for row in shared if isinstance(row.row, BadRow)} == {"malformed", "id again"}
 
 
+def test_a_number_of_processes_below_zero_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"prompts\.num_workers must be 0 or more, got -1; change it"):
+        outcomes(tmp_path, ["Hi?"], num_workers=-1)
+
+
+def test_a_file_without_rows_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"prompts must have at least one row, got an empty file \('.*rows\.jsonl'\)"):
+        outcomes(tmp_path, [])
+
+
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 

@@ -46,7 +46,7 @@ def examine_rows(
     it refuses by RenderingError is a bad one. Without `keep_rows` conversations come without their messages.
 
     Raises:
-        UserError: the prompts or a question set cannot be read, or there are no rows.
+        UserError: the prompts or a question set cannot be read, there are no rows, or the number of processes is none.
     """
     sources = find_sources(str(config.path))
     ids, near_duplicates = UniqueIds(), NearDuplicates()
@@ -94,6 +94,8 @@ def _looked_at(
 
 def _num_workers(config: PromptsConfig, sources: list[Source]) -> int:
     if config.num_workers is not None:
+        if config.num_workers < 0:
+            raise UserError(f"prompts.num_workers must be 0 or more, got {config.num_workers}; change it")
         return config.num_workers
     paths = [Path(source.name) for source in sources]
     if sum(path.stat().st_size for path in paths if path.is_file()) < PARALLEL_BYTES:

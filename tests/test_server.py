@@ -17,6 +17,7 @@ from sglang_servers import server_config
 from eagle3.capture.client import SGLangEngine
 from eagle3.capture.launch import ServerError, ServerProcess
 from eagle3.capture.server import Server, capturing_servers, running_server
+from eagle3.capture.staging_area import StagingArea
 from eagle3.config import ServerConfig
 
 
@@ -64,6 +65,29 @@ def test_restarted_server_keeps_its_log(tmp_path: Path) -> None:
         wait_until(lambda: not server.lives(server.life))
     finally:
         process.stop()
+
+
+def test_server_that_dies_on_its_first_sample_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = process_of(tmp_path, "import time; time.sleep(100)")
+    process.start()
+
+    def answer_and_die(*_: object) -> dict[str, object]:
+        os.kill(process.pid, signal.SIGKILL)
+        wait_until(lambda: not process.is_alive)
+        return {}
+
+    server = Server("http://127.0.0.1:9", process)
+    monkeypatch.setattr(server, "post", answer_and_die)
+    started = time.monotonic()
+    with (
+        StagingArea(tmp_path, 1000, shared=False) as area,
+        pytest.raises(ServerError, match=r"must keep running, got exit code -9"),
+    ):
+        SGLangEngine([server], area, ServerConfig(), [1])
+    process.stop()
+    assert time.monotonic() - started < 10
 
 
 def test_patience_with_a_silent_server_is_shown_and_ends(

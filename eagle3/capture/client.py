@@ -195,11 +195,12 @@ class SGLangEngine:
 
     def _probe(self, server: Server) -> None:
         """Records three tokens; raises what is wrong with them."""
+        life = server.life
         request_id = self.area.new_request_id(len(PROBE_IDS))
         # The first forward of a server may compile kernels for minutes.
         server.post("/generate", prefill_body(PROBE_IDS, request_id), self._config.startup_timeout_seconds)
         try:
-            self.area.wait_for(request_id, FILE_SECONDS)
+            self.area.wait_for(request_id, FILE_SECONDS, lambda: server.lives(life))
             sample = self.area.take(request_id)
         except SampleError as error:
             server.check_alive()

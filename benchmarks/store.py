@@ -176,13 +176,13 @@ def read_store(
                 torch.cuda.synchronize()
         return num_bytes
 
-    if cold:
-        drop_caches(path)
     if pin:
         # Pinned memory is made once and kept, which is no part of an epoch's speed.
         list(prefetched(batches.load, itertools.islice(batches.positions(Position(epoch=1)), 3), config.prefetch_steps))
-        if cold:
-            drop_caches(path)
+        if checked:
+            store._checked.clear()
+    if cold:
+        drop_caches(path)
     return measured(read)
 
 
@@ -206,7 +206,7 @@ def measured(read: Callable[[], int]) -> dict[str, Any]:
     return {
         "gb_per_second": num_bytes / seconds / 1e9,
         "gb": num_bytes / 1e9,
-        "gb_from_disk": (disk_bytes_read() - from_disk) / 1e9,
+        "gb_from_disk": None if from_disk is None else ((disk_bytes_read() or 0) - from_disk) / 1e9,
     }
 
 
@@ -252,9 +252,12 @@ def drop_caches(path: Path) -> None:
         os.close(descriptor)
 
 
-def disk_bytes_read() -> int:
-    """Returns what this process has had read from disks so far."""
-    lines = Path("/proc/self/io").read_text().splitlines()
+def disk_bytes_read() -> int | None:
+    """Returns what this process has had read from disks so far; None where the kernel does not count it."""
+    counters = Path("/proc/self/io")
+    if not counters.exists():
+        return None
+    lines = counters.read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith("read_bytes")))
 
 
@@ -320,7 +323,8 @@ def show(report: dict[str, Any]) -> None:
         rows.append(("reader, warm, decoded on the GPU", report["reader"]["decoded_on_gpu"]))
     for name, row in rows:
         share = f"{row['share_of_plain']:.0%}" if "share_of_plain" in row else "-"
-        table.add_row(name, f"{row['gb_per_second']:.2f}", share, f"{row['gb']:.1f}", f"{row['gb_from_disk']:.1f}")
+        from_disk = "-" if row["gb_from_disk"] is None else f"{row['gb_from_disk']:.1f}"
+        table.add_row(name, f"{row['gb_per_second']:.2f}", share, f"{row['gb']:.1f}", from_disk)
     console = Console(width=120)
     console.print(table)
     table = Table("codec", "device", "encodes GB/s", "decodes GB/s", "relative error")

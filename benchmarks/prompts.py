@@ -27,6 +27,9 @@ from eagle3.prompts.rendering import load_tokenizer, make_renderer
 from eagle3.prompts.workers import examine_rows
 from eagle3.tracking import git_state
 
+MAX_GROWTH = 64 * 2**20  # of three processes: caches fill, allocators keep what is free
+BYTES_PER_ROW = 65  # to find ids that come again, the old table while a new one is filled included
+
 
 def main() -> None:
     """Writes the rows, reads them, and prints what it saw."""
@@ -89,6 +92,8 @@ def measure(path: Path, model: str, num_rows: int, num_workers: int) -> dict[str
             cpu = cpu_seconds() - cpu_started
     seconds = time.monotonic() - started
     assert num_accepted == num_rows, f"every row must be accepted, got {num_accepted} of {num_rows}"
+    grown = (resident[-1] - resident[0]) * 2**20
+    assert grown < MAX_GROWTH + BYTES_PER_ROW * num_rows, f"memory must stay, got {grown} bytes more: {resident}"
     return {
         "rows": num_rows,
         "workers": num_workers,

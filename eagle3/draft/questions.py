@@ -5,6 +5,7 @@ Two drafters are compared question by question, and a tau is derived again, from
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +70,7 @@ def read_questions(path: Path) -> dict[str, list[Question]]:
         UserError: a line is something else.
     """
     found: dict[str, list[Question]] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             values = json.loads(line)
             row = [values[column] for column in COLUMNS]
@@ -98,9 +99,15 @@ def add_row(found: dict[str, list[Question]], row: Sequence[Any], where: str) ->
         answer = AnswerRounds(
             str(sample_id), int(num_tokens), float(rounds), tuple(map(float, reached)), tuple(map(float, accepted))
         )
-    except (ValueError, TypeError):
+        counters = [float(num_tokens), answer.rounds, *answer.reached, *answer.accepted]
+        known = found.get(str(measure), [])
+        positions = {len(answer.reached), len(answer.accepted), *(len(each.answer.reached) for each in known[:1])}
+        if num_tokens != answer.num_tokens or len(positions) != 1 or not all(0 <= each < math.inf for each in counters):
+            raise ValueError
+    except (ValueError, TypeError, OverflowError):
         raise UserError(
-            f"every question must have the counters {', '.join(COLUMNS)}, got {str(row)[:60]} ({where}); "
+            f"every question must have the counters {', '.join(COLUMNS)}, finite and for as many positions as the "
+            f"others, got {str(row)[:60]} ({where}); "
             f"evaluate again, or restore the file"
         ) from None
     found.setdefault(str(measure), []).append(Question(str(prompt), loops, answer))

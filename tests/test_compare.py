@@ -215,6 +215,31 @@ def test_a_figure_that_does_not_follow_from_its_counters_is_found(
     )
 
 
+def test_counters_by_position_and_loops_are_derived_again_too(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tampered(base, tmp_path)
+    result = json.loads((run / "evaluation" / "result.json").read_text())
+    result["trained"]["without_loops"]["tau"] += 0.01
+    result["simulated"]["all_answers"]["tau"] += 0.01
+    del result["tau_simulated"]
+    (run / "evaluation" / "result.json").write_text(json.dumps(result))
+    lines = [json.loads(line) for line in (run / "train" / "questions.jsonl").read_text().splitlines()]
+    lines[0]["accepted"][0] = lines[0]["reached"][0] + 1.0
+    (run / "train" / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert compare.main(["--verify", str(run)]) == 1
+    shown = capsys.readouterr().out
+    for what in (
+        "trained without loops, tau: reported",
+        "simulated, tau: reported",
+        "tau simulated: reported null",
+        "held-out acceptance at position 0: reported",
+        "held_out: answers whose counters contradict each other: reported",
+    ):
+        assert f"NOT {what}" in shown, what
+    assert shown.count("NOT ") == 5
+
+
 def test_a_run_without_counters_does_not_hold(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tampered(base, tmp_path)
     (run / "train" / "questions.jsonl").unlink()

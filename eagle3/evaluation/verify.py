@@ -1,13 +1,15 @@
 """The headline number of a run, derived again from its raw counters, and its digests from the files that are there."""
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from eagle3.draft.acceptance import summarise
+from eagle3.draft.acceptance import Acceptance, summarise
 from eagle3.draft.questions import QUESTIONS_NAME, Question
+from eagle3.evaluation.report import measure as measured
 from eagle3.evaluation.runs import RESULT_NAME, Run
 from eagle3.tracking import digest_file
 
@@ -26,9 +28,7 @@ class Check:
     @property
     def holds(self) -> bool:
         """True where both are the same."""
-        if isinstance(self.reported, float) and isinstance(self.derived, float):
-            return abs(self.reported - self.derived) <= TOLERANCE * max(1.0, abs(self.reported))
-        return bool(self.reported == self.derived)
+        return _same(self.reported, self.derived)
 
 
 def verify(run: Run) -> list[Check]:
@@ -53,9 +53,13 @@ def _training_checks(run: Run) -> list[Check]:
     at_best = next(line for line in run.lines if line["step"] == best and "held_out/tau" in line)
     return [
         Check("held-out tau", at_best["held_out/tau"], found.tau),
-        Check("held-out tau, low", at_best["held_out/tau_low"], found.low),
-        Check("held-out tau, high", at_best["held_out/tau_high"], found.high),
-        Check("held-out (N-1)/R", at_best["held_out/tau_without_prefill"], found.tau_without_prefill),
+        Check("held-out tau, low", at_best.get("held_out/tau_low"), found.low),
+        Check("held-out tau, high", at_best.get("held_out/tau_high"), found.high),
+        Check("held-out (N-1)/R", at_best.get("held_out/tau_without_prefill"), found.tau_without_prefill),
+        *(
+            Check(f"held-out acceptance at position {index}", at_best.get(f"held_out/conditional/{index}"), share)
+            for index, share in enumerate(found.conditional)
+        ),
     ]
 
 
@@ -66,22 +70,30 @@ def _evaluation_checks(run: Run) -> list[Check]:
     checks = []
     for measure, questions in run.questions.items():
         found = summarise([question.answer for question in questions], int(run.config["seed"]))
-        checks.append(Check(f"tau {measure}", headlines[f"tau_{measure}"], found.tau))
+        checks.append(Check(f"tau {measure}", headlines.get(f"tau_{measure}"), found.tau))
     return checks + _written_checks(run)
 
 
 def _written_checks(run: Run) -> list[Check]:
-    """Returns the intervals of result.json, which W&B does not hold for every measure."""
+    """Returns all that result.json says of the answers, which W&B does not hold for every measure."""
     path = Path(run.source) / RESULT_NAME
     if not path.is_file():
         return []
     written: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     checks = []
     for measure, questions in run.questions.items():
-        found = summarise([question.answer for question in questions], int(run.config["seed"]))
-        for name in ("low", "high", "tau_without_prefill", "num_answers", "num_tokens", "rounds"):
-            checks.append(Check(f"{measure}, {name}", written[measure]["all_answers"][name], getattr(found, name)))
+        parts = written.get(measure) or {}
+        found = measured(questions, int(run.config["seed"]))
+        checks += _figures(measure, parts.get("all_answers"), found.all_answers)
+        if any(question.loops is not None for question in questions):  # else nobody asked which answers loop
+            checks += _figures(f"{measure} without loops", parts.get("without_loops"), found.without_loops)
     return checks
+
+
+def _figures(what: str, written: Mapping[str, Any] | None, found: Acceptance | None) -> list[Check]:
+    if written is None or found is None:
+        return [Check(what, "nothing" if written is None else "figures", "nothing" if found is None else "figures")]
+    return [Check(f"{what}, {each.name}", written.get(each.name), getattr(found, each.name)) for each in fields(found)]
 
 
 def _digest_checks(run: Run) -> list[Check]:
@@ -102,12 +114,28 @@ def _digest_checks(run: Run) -> list[Check]:
 def _sane(measure: str, questions: Sequence[Question]) -> list[Check]:
     """Returns how many answers have counters that no decoding can give.
 
-    Each round emits its accepted drafts and a token of the target's, but for those past the end of the answer.
+    Each round emits its accepted drafts and a token of the target's, but for those past the end of the answer. A
+    draft is looked at where the one before it was right, and only then right itself.
     """
     impossible = [
         question.answer.sample_id
         for question in questions
         if question.answer.num_tokens - 1 > question.answer.rounds + sum(question.answer.accepted) + 1e-6
         or question.answer.rounds > question.answer.num_tokens
+        or not _falls(question)
     ]
     return [Check(f"{measure}: answers whose counters contradict each other", [], impossible)]
+
+
+def _falls(question: Question) -> bool:
+    pairs = zip(question.answer.reached, question.answer.accepted, strict=True)
+    counters = [question.answer.rounds, *(count for pair in pairs for count in pair)]
+    return all(later <= earlier + 1e-6 for earlier, later in itertools.pairwise(counters))
+
+
+def _same(reported: Any, derived: Any) -> bool:
+    if isinstance(reported, list) and isinstance(derived, list):
+        return len(reported) == len(derived) and all(map(_same, reported, derived))
+    if isinstance(reported, int | float) and isinstance(derived, float):
+        return abs(reported - derived) <= TOLERANCE * max(1.0, abs(reported))
+    return bool(reported == derived)

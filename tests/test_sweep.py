@@ -71,6 +71,15 @@ def test_a_file_that_is_no_grid_is_refused_with_all_reasons(tmp_path: Path) -> N
         "parameters.run.dir must have one value",
     ):
         assert part in message, part
+    write(path, program=None, parameters={"run.dir": {"value": None}, "a.b": {"values": []}})
+    with pytest.raises(UserError) as error:
+        read_grid(path)
+    for part in (
+        "program must be a file's name, as command has ${program}, got None",
+        "parameters.run.dir must have one value, the name of the directory",
+        "parameters.a.b must have a value or a list of values, got {'values': []}",
+    ):
+        assert part in str(error.value), part
     path.write_text("- 1")
     with pytest.raises(UserError, match=r"a sweep's file must be a mapping, got list"):
         read_grid(path)

@@ -67,14 +67,16 @@ def read_grid(path: Path) -> list[Point]:
         problems.append(f"  command must be a list with ${{args_no_hyphens}}, got {command!r}")
     choices: dict[str, list[Any]] = {}
     for name, choice in parameters.items() if isinstance(parameters, dict) else ():
-        if isinstance(choice, dict) and isinstance(choice.get("values"), list):
+        if isinstance(choice, dict) and isinstance(choice.get("values"), list) and choice["values"]:
             choices[name] = choice["values"]
         elif isinstance(choice, dict) and "value" in choice:
             choices[name] = [choice["value"]]
         else:
             problems.append(f"  parameters.{name} must have a value or a list of values, got {choice!r}")
-    if "run.dir" not in choices or len(choices["run.dir"]) != 1:
-        problems.append("  parameters.run.dir must have one value, the directory that the runs go to")
+    if isinstance(command, list) and "${program}" in command and not isinstance(sweep.get("program"), str):
+        problems.append(f"  program must be a file's name, as command has ${{program}}, got {sweep.get('program')!r}")
+    if len(choices.get("run.dir", [])) != 1 or not isinstance(choices["run.dir"][0], str):
+        problems.append("  parameters.run.dir must have one value, the name of the directory that the runs go to")
     if problems:
         raise UserError("\n".join([f"a sweep's file must be a grid of trainings ({path}):", *problems, "correct it"]))
     varied = [name for name, values in choices.items() if len(values) > 1]

@@ -30,6 +30,7 @@ from eagle3.draft.questions import COLUMNS
 from eagle3.evaluation import compare
 from eagle3.evaluation.comparison import ASSUMED_SPREAD, seed_spread
 from eagle3.evaluation.comparison import compare as compare_contenders
+from eagle3.evaluation.page import draw
 from eagle3.evaluation.run import evaluate
 from eagle3.evaluation.runs import Contender, Run, flat, line_up, read_directory
 from eagle3.evaluation.wandb_runs import read_remote, read_wandb_files, wandb_files
@@ -170,6 +171,13 @@ def test_the_page_holds_picture_and_tables(base: Path, tmp_path: Path, capsys: p
     assert figures["acceptance"]["trained"][0]["tau"] == run_of(base, "long", "evaluation").lines[-1]["tau_trained"]
     assert [each["measure"] for each in figures["verdicts"]] == ["trained", "held_out"]
     assert [[run["name"] for run in runs] for runs in figures["runs"]] == [["train", "evaluation"]] * 2
+
+
+def test_a_name_is_drawn_as_it_is(base: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the picture needs it")
+    contenders = line_up([*read_directory(base / "long"), *read_directory(base / "short")])
+    contenders[0] = dataclasses.replace(contenders[0], name=r"a$\nothing_{b$")
+    assert draw(compare_contenders(contenders)).startswith(b"\x89PNG")
 
 
 def test_without_matplotlib_the_extra_is_named(base: Path, tmp_path: Path) -> None:

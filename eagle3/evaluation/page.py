@@ -46,24 +46,26 @@ def draw(comparison: Comparison) -> bytes:
         UserError: matplotlib is not installed.
     """
     try:
-        from matplotlib.figure import Figure  # an extra: only whoever wants the picture needs it
+        from matplotlib import rc_context  # an extra: only whoever wants the picture needs it
+        from matplotlib.figure import Figure
     except ImportError:
         raise UserError(
             "a page must have matplotlib for its picture, got none installed; pip install 'eagle3[compare]', "
             "or leave --out away for the tables alone"
         ) from None
-    figure = Figure(figsize=(11, 7.5), dpi=110, layout="constrained")
-    (loss, tau), (intervals, paired) = figure.subplots(2, 2)
-    loss.sharex(tau)
-    _draw_curves(loss, comparison, [("loss", "-", "train"), ("held_out/loss", "--", "held-out")], "loss")
-    _draw_curves(tau, comparison, [("held_out/tau", "-o", "")], "held-out tau, its best checkpoint ringed")
-    for index, best in enumerate(comparison.best):
-        if best is not None:
-            tau.plot(best.step, best.tau, "o", color=f"C{index}", markersize=11, fillstyle="none")
-    _draw_intervals(intervals, comparison)
-    _draw_verdicts(paired, comparison)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
+    with rc_context({"text.parse_math": False}):  # a run may be called $x$
+        figure = Figure(figsize=(11, 7.5), dpi=110, layout="constrained")
+        (loss, tau), (intervals, paired) = figure.subplots(2, 2)
+        loss.sharex(tau)
+        _draw_curves(loss, comparison, [("loss", "-", "train"), ("held_out/loss", "--", "held-out")], "loss")
+        _draw_curves(tau, comparison, [("held_out/tau", "-o", "")], "held-out tau, its best checkpoint ringed")
+        for index, best in enumerate(comparison.best):
+            if best is not None:
+                tau.plot(best.step, best.tau, "o", color=f"C{index}", markersize=11, fillstyle="none")
+        _draw_intervals(intervals, comparison)
+        _draw_verdicts(paired, comparison)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png")
     return buffer.getvalue()
 
 

@@ -265,7 +265,10 @@ def test_the_files_of_a_resumed_run_are_one_run(
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     identity = Identity("abcd1234", "a", "g", "train")
-    settings = {"data": {"seed": 0}, "provenance": {"run": dataclasses.asdict(identity), "num_draft_tokens": 3}}
+    some = {"some": "thing"}  # W&B keeps no empty mapping
+    said = {"git": some, "versions": some, "hardware": some, "store": some, "device": "cpu", "num_parameters": 1}
+    provenance = {"run": dataclasses.asdict(identity), "num_draft_tokens": 3, **said}
+    settings = {"data": {"seed": 0}, "provenance": provenance}
     for steps, loss in ((range(1, 5), 4.0), (range(3, 7), 2.0)):  # killed after step 4, its last checkpoint was step 2
         with Board(tmp_path, TrackingConfig(), identity, settings) as board:
             for step in steps:
@@ -280,6 +283,10 @@ def test_the_files_of_a_resumed_run_are_one_run(
     assert run.identity == identity
     assert run.curve("loss") == {1: 4.0, 2: 4.0, 3: 2.0, 4: 2.0, 5: 2.0, 6: 2.0}
     assert [each.answer.rounds for each in run.questions["held_out"]] == [2.0]
+    for path in (tmp_path / "wandb").rglob("questions*.table.json"):
+        path.write_text("{")
+    with pytest.raises(UserError, match=r"the table of questions must be JSON beside its \.wandb file, got none or"):
+        compare.read(str(tmp_path / "wandb"))
 
 
 def remote_run(run: Run, directory: Path) -> mock.Mock:
@@ -339,6 +346,59 @@ def test_a_file_that_wandb_cannot_read_is_named(tmp_path: Path) -> None:
 def test_wandb_files_without_a_run_are_an_error(base: Path) -> None:
     with pytest.raises(UserError, match=r"W&B's files must hold a training or an evaluation, got none in .*features"):
         compare.read(str(base / "features" / "wandb"))
+
+
+@pytest.mark.parametrize("line", ["[]", "null", "{}", '{"step": "a"}', '{"step": 1, "loss": null}', '{"step"'])
+def test_a_damaged_metric_line_is_named(base: Path, tmp_path: Path, line: str) -> None:
+    run = tampered(base, tmp_path) / "train"
+    path = run / "metrics.jsonl"
+    path.write_text(line + "\n" + path.read_text())
+    with pytest.raises(UserError, match=r"every line of metrics\.jsonl must be a JSON object with a step .* line 1\)"):
+        compare.read(str(run))
+
+
+def test_a_line_that_a_kill_cut_short_is_left_out(base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = tampered(base, tmp_path) / "train"
+    lines = run_of(base, "long", "train").lines
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 99, "lo')
+    assert compare.read(str(run))[0].lines == lines
+    assert "the last line of" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null"])
+def test_a_damaged_result_is_named(base: Path, tmp_path: Path, text: str) -> None:
+    run = tampered(base, tmp_path) / "evaluation"
+    (run / "result.json").write_text(text)
+    with pytest.raises(UserError, match=r"result\.json must be the JSON object that an evaluation wrote, got"):
+        compare.read(str(run))
+
+
+def test_a_run_that_does_not_say_what_is_needed_is_refused(base: Path, tmp_path: Path) -> None:
+    run = tampered(base, tmp_path) / "train"
+    record = json.loads((run / "run.json").read_text())
+    del record["sessions"][-1]["store"], record["sessions"][-1]["config"]
+    (run / "run.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match=r"a run to compare must say its git, .* another kind of config, store \("):
+        compare.read(str(run))
+    record["sessions"][-1]["run"]["job_type"] = "cook"
+    (run / "run.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match=r"a run's job type must be one of extract, train, evaluate, got 'cook'"):
+        compare.read(str(run))
+    with pytest.raises(UserError, match=r"a run to compare must be a training or an evaluation, got an extraction"):
+        compare.main(["--verify", str(base / "features")])
+
+
+def test_what_was_not_logged_costs_nothing_known(base: Path, tmp_path: Path) -> None:
+    run = tampered(base, tmp_path)
+    (run / "train" / "metrics.jsonl").write_text("")
+    (run / "evaluation" / "result.json").unlink()
+    found = compare_contenders(line_up([*read_directory(base / "short"), *read_directory(run)]))
+    assert found.cost["training, device hours"][1] is None
+    assert found.cost["tokens trained on"][1] is None
+    assert found.cost["tokens trained on"][0] is not None
+    shown = compare_contenders(line_up([run_of(base, "short", "evaluation"), run_of(tmp_path, "long", "evaluation")]))
+    assert "3 drafts a round against an unknown number of" in shown.remarks[0]
 
 
 def test_names_that_mean_no_run_are_refused(base: Path, tmp_path: Path) -> None:

@@ -161,7 +161,8 @@ def _verdicts(
                 continue
             drafts = by_position[measure]
             if drafts[0] != drafts[index]:
-                reasons.append(f"{MEASURES[measure]}: {drafts[0]} drafts a round against {drafts[index]}")
+                counts = ["an unknown number of" if each is None else each for each in (drafts[0], drafts[index])]
+                reasons.append(f"{MEASURES[measure]}: {counts[0]} drafts a round against {counts[1]}")
                 continue
             drafters, recipes = paired_test(first, other, 0.0, seed), paired_test(first, other, spread, seed)
             if drafters is None or recipes is None:
@@ -187,17 +188,20 @@ def _best(training: Run | None) -> Best | None:
 def _cost(contenders: Sequence[Contender]) -> dict[str, list[float | None]]:
     trainings = [each.training for each in contenders]
     on_gpu = any(run is not None and str(run.provenance["device"]).startswith("cuda") for run in trainings)
-    hours = [
-        None if run is None else (run.total("device_seconds") + run.total("held_out/device_seconds")) / 3600
-        for run in trainings
-    ]
+    hours = "training, GPU hours" if on_gpu else "training, device hours"
     return {
-        "training, GPU hours" if on_gpu else "training, device hours": hours,
+        hours: [None if run is None else _device_hours(run) for run in trainings],
         "tokens trained on": [None if run is None else run.total("num_tokens") for run in trainings],
         "store, tokens": [None if run is None else float(run.provenance["store"]["num_tokens"]) for run in trainings],
         "store, bytes": [None if run is None else float(run.provenance["store"]["num_bytes"]) for run in trainings],
         "parameters": [None if run is None else float(run.provenance["num_parameters"]) for run in trainings],
     }
+
+
+def _device_hours(training: Run) -> float | None:
+    totals = [training.total(name) for name in ("device_seconds", "held_out/device_seconds")]
+    seconds = [total for total in totals if total is not None]
+    return sum(seconds) / 3600 if seconds else None
 
 
 def _facts(contender: Contender) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Either way a run is what its provenance, its metric lines and its questions say;
 
 import dataclasses
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,15 @@ from eagle3.draft.questions import QUESTIONS_NAME, Question, read_questions
 from eagle3.tracking import METRICS_NAME, PROVENANCE_NAME, read_provenance
 
 RESULT_NAME = "result.json"
+# What each kind of run says of itself beside its config.
+SAID: dict[str, type] = {"git": dict, "versions": dict, "hardware": dict}
+NEEDED: dict[str, dict[str, type]] = {
+    "extract": SAID,
+    "train": SAID | {"store": dict, "device": str, "num_draft_tokens": int, "num_parameters": int},
+    "evaluate": SAID,
+}
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -34,15 +44,16 @@ class Run:
         """K of its questions; None where the run did not get so far."""
         if self.identity.job_type == "train":
             return int(self.provenance["num_draft_tokens"])
-        return int(self.lines[-1]["num_draft_tokens"]) if self.lines else None
+        return int(self.lines[-1]["num_draft_tokens"]) if self.lines and "num_draft_tokens" in self.lines[-1] else None
 
     def curve(self, name: str) -> dict[int, float]:
         """Returns a metric by step."""
         return {int(line["step"]): line[name] for line in self.lines if name in line}
 
-    def total(self, name: str) -> float:
-        """Returns the sum of a metric that each line has its share of."""
-        return sum(line[name] for line in self.lines if name in line)
+    def total(self, name: str) -> float | None:
+        """Returns the sum of a metric that each line has its share of; None where no line has one."""
+        shares = [line[name] for line in self.lines if name in line]
+        return sum(shares) if shares else None
 
 
 @dataclass(frozen=True)
@@ -74,6 +85,11 @@ def read_directory(directory: Path) -> list[Run]:
     """
     if (directory / PROVENANCE_NAME).is_file():
         run = read_run(directory)
+        if run.identity.job_type == "extract":
+            raise UserError(
+                f"a run to compare must be a training or an evaluation, got an extraction ({directory}); "
+                f"name another run"
+            )
         drafter = run.config.get("drafter")
         trained_in = Path(drafter).parent if drafter is not None else None
         if run.identity.job_type == "evaluate" and trained_in is not None and _is_of(trained_in, run.identity.inputs):
@@ -102,29 +118,74 @@ def read_run(directory: Path) -> Run:
     metrics, result = directory / METRICS_NAME, directory / RESULT_NAME
     lines: list[dict[str, float]] = []
     if metrics.is_file():
-        lines = [curves(json.loads(line)) for line in metrics.read_text(encoding="utf-8").splitlines()]
+        lines = _metric_lines(metrics)
     elif result.is_file():
-        values = json.loads(result.read_text(encoding="utf-8"))
-        lines = [{"step": 0, **{name: value for name, value in values.items() if isinstance(value, int | float)}}]
+        lines = [_headlines(result)]
     return make_run(
         str(directory),
         sessions[-1],
-        sessions[-1]["config"],
+        sessions[-1].get("config"),
         lines,
         read_questions(questions) if questions.is_file() else {},
     )
 
 
+def _metric_lines(path: Path) -> list[dict[str, float]]:
+    *whole, rest = path.read_bytes().split(b"\n")
+    if rest:
+        logger.warning("the last line of %s is left out: its process was killed before it was whole", path)
+    found = []
+    for number, line in enumerate(whole, start=1):
+        try:
+            values = curves(json.loads(line))
+            values["step"] = int(values["step"])
+        except (ValueError, TypeError, AttributeError, KeyError, OverflowError):
+            raise UserError(
+                f"every line of {METRICS_NAME} must be a JSON object with a step and numbers, got {line[:60]!r} "
+                f"({path}, line {number}); restore the file, or name another run"
+            ) from None
+        found.append(values)
+    return found
+
+
+def _headlines(path: Path) -> dict[str, float]:
+    try:
+        values = json.loads(path.read_bytes())
+        return {"step": 0, **{name: value for name, value in values.items() if isinstance(value, int | float)}}
+    except (ValueError, AttributeError):
+        raise UserError(
+            f"{RESULT_NAME} must be the JSON object that an evaluation wrote, got something else ({path}); "
+            f"evaluate again, or restore the file"
+        ) from None
+
+
 def make_run(
     source: str,
     provenance: Mapping[str, Any],
-    config: Mapping[str, Any],
+    config: Mapping[str, Any] | None,
     lines: Sequence[dict[str, float]],
     questions: dict[str, list[Question]],
 ) -> Run:
-    """Returns a run, wherever its parts were read."""
+    """Returns a run, wherever its parts were read.
+
+    Raises:
+        UserError: it does not say of itself what a comparison needs.
+    """
+    identity = Identity(**provenance["run"])
+    if identity.job_type not in NEEDED:
+        raise UserError(
+            f"a run's job type must be one of {', '.join(NEEDED)}, got {identity.job_type!r} ({source}); "
+            f"name another run"
+        )
+    missing = [name for name, kind in NEEDED[identity.job_type].items() if not isinstance(provenance.get(name), kind)]
+    if missing or not isinstance(config, Mapping):
+        names = ", ".join(missing if isinstance(config, Mapping) else ["config", *missing])
+        raise UserError(
+            f"a run to compare must say its {', '.join(NEEDED[identity.job_type])} and config, got none or another "
+            f"kind of {names} ({source}); name a run that this version wrote"
+        )
     rest = {name: value for name, value in provenance.items() if name not in ("config", "run")}
-    return Run(source, Identity(**provenance["run"]), rest, dict(config), list(lines), questions)
+    return Run(source, identity, rest, dict(config), list(lines), questions)
 
 
 def line_up(runs: Iterable[Run]) -> list[Contender]:

@@ -99,7 +99,7 @@ def _figures(what: str, written: Mapping[str, Any] | None, found: Acceptance | N
 def _digest_checks(run: Run) -> list[Check]:
     """Returns the digests of what is still on this machine; what has gone is not a contradiction."""
     digests = run.provenance.get("digests", {})
-    prompts, drafter = run.config.get("prompts", {}).get("path"), run.config.get("drafter")
+    prompts, drafter = (run.config.get("prompts") or {}).get("path"), run.config.get("drafter")
     files = {
         "prompts": Path(prompts) if prompts is not None else None,
         "drafter": Path(drafter) / "model.safetensors" if drafter is not None else None,

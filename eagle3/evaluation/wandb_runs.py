@@ -113,7 +113,13 @@ def _join(sessions: list[_Session]) -> Run:
     newest = sessions[-1]
     by_step = {line["step"]: line for session in sessions for line in session.lines}
     tables = [session.table for session in sessions if session.table is not None]
-    table = json.loads(tables[-1].read_text(encoding="utf-8")) if tables else None
+    try:
+        table = json.loads(tables[-1].read_bytes()) if tables else None
+    except (ValueError, FileNotFoundError):
+        raise UserError(
+            f"the table of questions must be JSON beside its .wandb file, got none or another thing ({tables[-1]}); "
+            f"copy the run's whole directory, or name the one that train.py or evaluate.py wrote"
+        ) from None
     return _make_run(str(newest.file), newest.config, list(by_step.values()), table)
 
 

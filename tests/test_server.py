@@ -49,7 +49,7 @@ def test_dead_server_is_reported_with_its_last_lines(tmp_path: Path) -> None:
 
 
 def test_restarted_server_keeps_its_log(tmp_path: Path) -> None:
-    process = process_of(tmp_path, "print('hello', flush=True); import time; time.sleep(100)")
+    process = process_of(tmp_path, "import os, time; os.write(1, b'hello\\n'); time.sleep(100)")
     server = Server("http://127.0.0.1:9", process)
     try:
         for count in (1, 2):

@@ -39,13 +39,16 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     arguments = parser.parse_args()
+    if arguments.rows < 10_000 * arguments.workers:  # the clock starts once each process has had a thousand
+        parser.error(f"--rows must be at least 10,000 for each of {arguments.workers} workers, got {arguments.rows}")
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "rows.jsonl"
         num_bytes = write_rows(path, arguments.rows)
         figures = measure(path, arguments.model, arguments.rows, arguments.workers)
     figures |= {
         "file_mib": round(num_bytes / 2**20, 1),
-        "cpu": f"{os.cpu_count()} cores, {platform.machine()}",
+        "date": time.strftime("%Y-%m-%d"),
+        "hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}",
         "versions": {name: version(name) for name in ("tokenizers", "transformers")},
         "commit": git_state()["commit"],
         "command": f"python benchmarks/prompts.py --model DIRECTORY --rows {arguments.rows} "

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DEMO = "benchmarks/results/demo.json"
 CODEC_ERRORS = "benchmarks/results/codec_errors.json"
 TRAIN = "benchmarks/results/train.json"
+PROMPTS = "benchmarks/results/prompts.json"
 COMPARE = "benchmarks/results/compare.json"
 
 
@@ -93,6 +94,19 @@ def test_every_result_named_in_the_readme_exists_and_says_how_it_was_made() -> N
         result = json.loads((ROOT / name).read_text(encoding="utf-8"))
         missing = {"command", "date", "commit", "hardware", "versions"} - result.keys()
         assert not missing, f"{name} must say {sorted(missing)}"
+
+
+def test_prompt_figures_are_those_of_the_json() -> None:
+    result = json.loads((ROOT / PROMPTS).read_text(encoding="utf-8"))
+    resident = result["resident_mib_after_each_tenth"]
+    text = readme()
+    assert f"On {result['hardware']} (commit {result['commit'][:7]}, {result['date']}" in text
+    for line in (
+        f"{result['rows']:,} rows of\n{result['mean_tokens']:.0f} tokens",
+        f"at {result['rows_per_second']:,} rows/s",
+        f"held {resident[0]:,.0f} MiB after the first tenth and {resident[-1]:,.0f} at the end",
+    ):
+        assert line in text, f"README.md must have {line!r}"
 
 
 def test_codec_errors_are_those_of_the_json() -> None:

@@ -191,8 +191,9 @@ def _score_rows(
             logits, target_logits, target_lse, share, at, mass, grad_scale, kind, LK_DECAY
         )
         return _RowScores(loss, acceptance, choice, grad_logits=logits)
-    log_probs = (_wide(target_logits) - target_lse[:, None])[at]  # (N, W)
-    probs = log_probs.exp()
+    target_log_probs = _wide(target_logits) - target_lse[:, None]  # (n, W)
+    target_probs = target_log_probs.exp()  # once for all rows that are scored against it
+    probs = target_probs[at]  # (N, W)
     wide = _wide(logits)  # (N, W)
     drafted = wide.softmax(-1)
     served = probs * share[at][:, None]
@@ -201,17 +202,21 @@ def _score_rows(
     divergence_weight = torch.ones_like(loss)  # of cross-entropy or KL; the rest is 1 - acceptance's
     if kind != "cross_entropy":
         divergence_weight = _divergence_weight(kind, acceptance)
-        kl = loss + mass * (probs * log_probs).nan_to_num(nan=0.0).sum(-1)
+        negative_entropy = (target_probs * target_log_probs).nan_to_num(nan=0.0).sum(-1)  # (n,)
+        kl = loss + mass * negative_entropy[at]
         loss = divergence_weight * kl + (1 - divergence_weight) * (1 - acceptance)
     choice = wide.argmax(-1)
     if grad_scale is None:
         return _RowScores(loss, acceptance, choice, logits)
-    grad = (drafted - probs).mul_((mass * divergence_weight)[:, None])
+    grad_of_tv: Tensor | None = None
     if kind in ("tv", "lk"):
         is_below = drafted < served
         pull = (drafted * is_below).sum(-1, keepdim=True)  # (N, 1) what moves a row's drafted mass to where it lacks
-        grad += drafted * (pull - is_below.to(drafted)) * (1 - divergence_weight)[:, None]
-    return _RowScores(loss, acceptance, choice, grad.mul_(grad_scale[:, None]).to(logits.dtype))
+        grad_of_tv = drafted * (pull - is_below.to(drafted)) * ((1 - divergence_weight) * grad_scale)[:, None]
+    grad = drafted.sub_(probs).mul_((mass * divergence_weight * grad_scale)[:, None])
+    if grad_of_tv is not None:
+        grad += grad_of_tv
+    return _RowScores(loss, acceptance, choice, grad.to(logits.dtype))
 
 
 def _divergence_weight(kind: LossKind, acceptance: Tensor) -> Tensor:  # (N,) -> (N,)

@@ -16,7 +16,7 @@ import wandb
 from accelerate import PartialState
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker
 
-from eagle3.config import TrackingConfig, UserError
+from eagle3.config import TrackingConfig, UserError, by_dotted_name
 
 logger = logging.getLogger(__name__)
 
@@ -224,7 +224,8 @@ def _start_tracker(
         )
     PartialState()  # accelerate's trackers ask it for the rank, also outside of training
     flat = {
-        name: value if isinstance(value, bool | int | float | str) else str(value) for name, value in _flat(settings)
+        name: value if isinstance(value, bool | int | float | str) else str(value)
+        for name, value in by_dotted_name(settings).items()
     }
     tracker: GeneralTracker
     if config.backend == "tensorboard":
@@ -235,10 +236,3 @@ def _start_tracker(
     tracker.store_init_configuration(flat)
     logger.info("%s: %s", config.backend, directory / "tensorboard" if config.backend == "tensorboard" else identity.id)
     return tracker
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    pairs: list[tuple[str, Any]] = []
-    for name, value in settings.items():
-        pairs += _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [(prefix + name, value)]
-    return pairs

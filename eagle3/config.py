@@ -8,7 +8,7 @@ import dataclasses
 import difflib
 import re
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -296,6 +296,14 @@ def load_config(cls: type[Config], path: Path | None, overrides: Sequence[str] =
 def config_to_dict(config: Any) -> dict[str, Any]:
     """Returns a config as plain nested dicts, for printing and for a run's provenance."""
     return dataclasses.asdict(config)
+
+
+def by_dotted_name(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns nested settings side by side, named as overrides name them."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        found |= by_dotted_name(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return found
 
 
 class _Loader(yaml.SafeLoader):

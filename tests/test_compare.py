@@ -25,6 +25,7 @@ from eagle3.config import (
     TargetConfig,
     TrackingConfig,
     UserError,
+    by_dotted_name,
 )
 from eagle3.draft.questions import COLUMNS
 from eagle3.evaluation import compare
@@ -32,7 +33,7 @@ from eagle3.evaluation.comparison import ASSUMED_SPREAD, seed_spread
 from eagle3.evaluation.comparison import compare as compare_contenders
 from eagle3.evaluation.page import draw
 from eagle3.evaluation.run import evaluate
-from eagle3.evaluation.runs import Contender, Run, flat, line_up, read_directory
+from eagle3.evaluation.runs import Contender, Run, line_up, read_directory
 from eagle3.evaluation.wandb_runs import read_remote, read_wandb_files, wandb_files
 from eagle3.training.trainer import train
 
@@ -123,9 +124,9 @@ def test_directories_and_wandb_files_say_the_same(base: Path) -> None:
             local = run_of(base, name, kind)
             (remote,) = read_wandb_files(wandb_files(base / name / kind / "wandb"))
             assert remote.identity == local.identity
-            assert flat(remote.config) == flat(local.config)  # W&B keeps no empty mapping
+            assert by_dotted_name(remote.config) == by_dotted_name(local.config)  # W&B keeps no empty mapping
             assert remote.questions == local.questions
-            assert flat(remote.provenance) == flat(local.provenance)
+            assert by_dotted_name(remote.provenance) == by_dotted_name(local.provenance)
             for metric in ("loss", "held_out/tau", "held_out/loss", "top1/0", "device_seconds", "tau_trained"):
                 assert remote.curve(metric) == local.curve(metric), (name, kind, metric)
             assert remote.num_draft_tokens == local.num_draft_tokens == 3

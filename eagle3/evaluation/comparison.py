@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eagle3.config import UserError
+from eagle3.config import UserError, by_dotted_name
 from eagle3.draft.acceptance import Acceptance, summarise
 from eagle3.evaluation.paired import PairedTest, paired_test
-from eagle3.evaluation.runs import Contender, Run, flat
+from eagle3.evaluation.runs import Contender, Run
 
 # Measures by how close they are to serving, and what they are called in tables.
 MEASURES = {
@@ -108,7 +108,7 @@ def settings(contender: Contender) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for run in contender.runs():
         prefix = {"train": "", "evaluate": "evaluate."}[run.identity.job_type]
-        found |= {prefix + name: value for name, value in flat(run.config).items() if name not in PLACES}
+        found |= {prefix + name: value for name, value in by_dotted_name(run.config).items() if name not in PLACES}
     return found
 
 
@@ -210,7 +210,7 @@ def _facts(contender: Contender) -> dict[str, Any]:
     for run in contender.runs():
         prefix = {"train": "", "evaluate": "evaluate "}[run.identity.job_type]
         for section in ("git", "versions", "hardware", "digests"):
-            values = flat(run.provenance.get(section, {}))
+            values = by_dotted_name(run.provenance.get(section, {}))
             found |= {f"{prefix}{section} {name}": value for name, value in values.items() if name != "drafter"}
         if "store" in run.provenance:
             found[f"{prefix}store digest"] = run.provenance["store"]["digest"]

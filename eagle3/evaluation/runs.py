@@ -209,14 +209,6 @@ def line_up(runs: Iterable[Run]) -> list[Contender]:
     return _named(contenders)
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns nested settings by dotted name."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
-    return found
-
-
 def _named(contenders: list[Contender]) -> list[Contender]:
     """Names columns after their training, which says more than that of an evaluation; of one name, with their ids."""
     names = [contender.runs()[0].identity.name for contender in contenders]

@@ -23,7 +23,8 @@ import psutil
 from eagle3.config import PromptsConfig
 from eagle3.prompts.conversations import BadRow
 from eagle3.prompts.inspection import make_examine
-from eagle3.prompts.rendering import load_tokenizer, make_renderer
+from eagle3.prompts.rendering import make_renderer
+from eagle3.prompts.tokenizers import load_tokenizer
 from eagle3.prompts.workers import examine_rows
 from eagle3.tracking import git_state
 

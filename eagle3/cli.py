@@ -48,3 +48,8 @@ def run_command(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def one_line(error: Exception) -> str:
+    """Returns an error of others as one line; its kind alone where it says nothing."""
+    return " ".join(str(error).split())[:400] or type(error).__name__

@@ -28,7 +28,7 @@ from eagle3.capture.launch import capture_flags, flag_arguments, free_port, inst
 from eagle3.capture.server import capturing_servers
 from eagle3.capture.staging import DIRECTORY_VARIABLE, LAYERS_VARIABLE
 from eagle3.config import ServerConfig, TargetConfig
-from eagle3.prompts.rendering import load_tokenizer
+from eagle3.prompts.tokenizers import load_tokenizer
 
 SERVING_PYTHON = os.environ.get("SGLANG_PYTHON", "")
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0

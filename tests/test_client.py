@@ -21,8 +21,9 @@ from eagle3.capture.staging import request_id
 from eagle3.capture.staging_area import SampleError, StagingArea
 from eagle3.config import RegenerateConfig, TargetConfig, UserError
 from eagle3.prompts.conversations import Conversation
-from eagle3.prompts.rendering import ChatRenderer, load_tokenizer
+from eagle3.prompts.rendering import ChatRenderer
 from eagle3.prompts.server_rendering import compare_with_server
+from eagle3.prompts.tokenizers import load_tokenizer
 
 SMOLLM2_LAYERS = [3, 15, 27]
 COUNTING_LAYERS = [0, 3, 7]  # both ends can be captured

@@ -20,7 +20,8 @@ from eagle3.config import UserError
 from eagle3.evaluation.doctor.command import Examination, examine, main
 from eagle3.evaluation.doctor.tensors import singular_ratio
 from eagle3.evaluation.target import LocalTarget
-from eagle3.prompts.rendering import ChatRenderer, load_tokenizer
+from eagle3.prompts.rendering import ChatRenderer
+from eagle3.prompts.tokenizers import load_tokenizer
 
 IDS = [boundary - 1 for boundary in LAYERS]  # what SGLang's Llama makes LAYERS of
 

@@ -33,7 +33,8 @@ from eagle3.config import (
 from eagle3.features.record import FeatureSample, supervised_rows
 from eagle3.features.store import FeatureStore
 from eagle3.features.writer import QuotaReached
-from eagle3.prompts.rendering import ChatRenderer, load_tokenizer
+from eagle3.prompts.rendering import ChatRenderer
+from eagle3.prompts.tokenizers import load_tokenizer
 
 LAYERS = [2, 4, 5]
 QUESTIONS = ["What is ten?", "Is the list the last one?", "Why?", "Name the answer, and the question.", "And then?"]

@@ -12,7 +12,7 @@ from torch import Tensor
 from eagle3.capture.generation import grouped_attention, sample
 from eagle3.capture.inprocess import TransformersEngine
 from eagle3.config import RegenerateConfig, TargetConfig
-from eagle3.prompts.rendering import load_tokenizer
+from eagle3.prompts.tokenizers import load_tokenizer
 
 # Lengths repeat and do not ascend; the last is one token.
 PROMPT_LENGTHS = [9, 3, 30, 3, 17, 24, 5, 11, 1]

@@ -16,7 +16,7 @@ from eagle3.capture.parity import ParityError
 from eagle3.config import TargetConfig, UserError
 from eagle3.features.commands import main
 from eagle3.features.store import FeatureStore
-from eagle3.prompts.rendering import load_tokenizer
+from eagle3.prompts.tokenizers import load_tokenizer
 
 LAYERS = [2, 4, 5]
 

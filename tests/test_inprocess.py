@@ -10,7 +10,7 @@ import torch
 
 from eagle3.capture.inprocess import TransformersEngine
 from eagle3.config import RegenerateConfig, TargetConfig, UserError
-from eagle3.prompts.rendering import load_tokenizer
+from eagle3.prompts.tokenizers import load_tokenizer
 
 LAYERS = [0, 3, 7]  # both ends can be captured
 

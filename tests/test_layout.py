@@ -30,8 +30,9 @@ ALLOWED = {
 ALLOWED_MODULES = {
     "capture.parity": {"draft.target_weights"},
     "capture.importing": {"draft.target_weights"},
+    "capture.inprocess": {"draft.target_weights"},
     "features.commands": {"capture.importing"},
-    "training.inputs": {"prompts.rendering"},
+    "training.inputs": {"prompts.tokenizers"},
 }
 SPOKEN_EVERYWHERE = {"config", "cli", "files"}
 

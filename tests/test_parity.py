@@ -12,7 +12,7 @@ from eagle3.capture.engine import Captured
 from eagle3.capture.inprocess import TransformersEngine
 from eagle3.capture.parity import ParityError, TargetFacts, check_parity, read_target
 from eagle3.config import RegenerateConfig, TargetConfig, UserError
-from eagle3.prompts.rendering import load_tokenizer
+from eagle3.prompts.tokenizers import load_tokenizer
 
 LAYERS = [2, 4, 5]
 

@@ -9,7 +9,8 @@ from rich.console import Console
 
 from eagle3.evaluation import prompt_report
 from eagle3.prompts.conversations import Conversation
-from eagle3.prompts.rendering import ChatRenderer, load_tokenizer
+from eagle3.prompts.rendering import ChatRenderer
+from eagle3.prompts.tokenizers import load_tokenizer
 
 TORTURE = Path(__file__).resolve().parent / "torture.jsonl"
 

@@ -8,7 +8,8 @@ import pytest
 from eagle3.capture.generation import Generation
 from eagle3.capture.regenerate import Answered, answer_conversations, count_user_turns
 from eagle3.prompts.conversations import BadRow, Conversation
-from eagle3.prompts.rendering import ChatRenderer, load_tokenizer
+from eagle3.prompts.rendering import ChatRenderer
+from eagle3.prompts.tokenizers import load_tokenizer
 
 END = 2  # <|im_end|> of the tiny target
 

@@ -1,41 +1,30 @@
 """The mask is exactly what the assistant wrote: golden tokens per template, and one error for each way to miss."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from family_tokenizers import family_tokenizer
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from byte_tokenizers import (
+    CHATML_SPECIALS,
+    LLAMA3_SPECIALS,
+    LLAMA3_TEMPLATE,
+    NEWLINES,
+    NL,
+    SMILE,
+    SMOLLM2_TEMPLATE,
+    SPACE,
+    TALK,
+    make_tokenizer,
+    smollm2,
+)
+from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from eagle3.config import PromptsConfig, UserError
 from eagle3.prompts.answers import RenderingError
 from eagle3.prompts.encoding import Encoder
-from eagle3.prompts.rendering import (
-    ChatRenderer,
-    Rendered,
-    TemplateOptions,
-    answer_text,
-    end_token_ids,
-    kept_token_ids,
-    load_tokenizer,
-    make_renderer,
-    tokenizer_digest,
-)
+from eagle3.prompts.rendering import ChatRenderer, Rendered, TemplateOptions, make_renderer
 
-SMOLLM2_TEMPLATE = (
-    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
-    "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}"
-    "{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-LLAMA3_TEMPLATE = (
-    "{% for message in messages %}{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'"
-    "+ message['content'] | trim + '<|eot_id|>' %}"
-    "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-)
 # ChatML with a place for what is done about assistant turns.
 ANSWERING_TEMPLATE = (
     "{%% for message in messages %%}{%% if message['role'] != 'assistant' %%}"
@@ -47,47 +36,6 @@ HEADER, TEXT, END = "{{ '<|im_start|>assistant\n' }}", "{{ message['content'] }}
 NEWLINE = "{{ '\n' }}"  # a bare one behind a block is trimmed
 TAG, UNTAG = "{% generation %}", "{% endgeneration %}"
 THINK = "<think>\n</think>\n"
-
-# Llama 3's and its successors' way to cut text before the merges: newlines stay together.
-LLAMA3_REGEX = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-# How byte-level vocabularies spell a newline, two, a space, and the four bytes of the emoji below.
-NL, NEWLINES, SPACE, SMILE = "\u010a", "\u010a\u010a", "\u0120", "\u00f0\u0141\u013a\u0122"
-
-CHATML_SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-LLAMA3_SPECIALS = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-
-TALK = [
-    {"role": "user", "content": "Hi"},
-    {"role": "assistant", "content": "A\n\n1."},
-    {"role": "user", "content": "Hi"},
-    {"role": "assistant", "content": "12\U0001f600"},
-]
-
-
-def make_tokenizer(template: str | None, specials: list[str], **settings: Any) -> PreTrainedTokenizerFast:
-    """Returns a byte-level BPE tokenizer with merges for 'Hi', 'user' and two newlines, cutting as its model does."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [(NL, NL), ("H", "i"), ("u", "s"), ("e", "r"), ("us", "er"), (SPACE, "Hi")]
-    vocab = {token: i for i, token in enumerate([*specials, *alphabet, *("".join(pair) for pair in merges)])}
-    backend = Tokenizer(models.BPE(vocab, merges))
-    smollm2_cuts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    llama3_cuts = [
-        pre_tokenizers.Split(Regex(LLAMA3_REGEX), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ]
-    backend.pre_tokenizer = pre_tokenizers.Sequence(llama3_cuts if specials == LLAMA3_SPECIALS else smollm2_cuts)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token=specials[0], eos_token=specials[-1], chat_template=template, **settings
-    )
-
-
-def smollm2(**settings: Any) -> PreTrainedTokenizerFast:
-    return make_tokenizer(SMOLLM2_TEMPLATE, CHATML_SPECIALS, **settings)
 
 
 def tagged(answer: str, thought: str = "") -> ChatRenderer:
@@ -340,103 +288,6 @@ def test_an_answer_that_spells_a_control_token_is_an_error() -> None:
 def test_an_answer_that_the_template_changes_is_an_error() -> None:
     with pytest.raises(RenderingError, match=r"messages\[1\] must decode to its text 'A\\n\\n1.', got 'a\\n\\n1.'"):
         tagged(HEADER + "{{ message['content'] | lower }}" + END).render(TALK)
-
-
-def test_tokenizers_load_from_their_directory(tmp_path: Path) -> None:
-    tokenizer = smollm2()
-    tokenizer.save_pretrained(tmp_path)
-    loaded = load_tokenizer(str(tmp_path), trust_remote_code=False)
-    assert loaded("Hi\n\n1.")["input_ids"] == tokenizer("Hi\n\n1.")["input_ids"]
-    assert ChatRenderer(loaded, {}).render(TALK) == ChatRenderer(tokenizer, {}).render(TALK)
-    assert tokenizer_digest(loaded) == tokenizer_digest(tokenizer)
-
-
-def test_a_missing_tokenizer_directory_is_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"target\.path must be a Hugging Face directory, got no directory at '.*/none'"
-    ):
-        load_tokenizer(str(tmp_path / "none"), trust_remote_code=False)
-
-
-def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(UserError, match=r"target\.path must have a tokenizer that loads, got '/.*' \("):
-        load_tokenizer(str(tmp_path), trust_remote_code=False)
-
-
-def test_a_tokenizer_that_is_none_is_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    for text in ("{}", "[]", '{"version"'):
-        (tmp_path / "tokenizer.json").write_text(text)
-        with pytest.raises(UserError, match=r"must have a tokenizer that loads, got .*; download it again") as caught:
-            load_tokenizer(str(tmp_path), trust_remote_code=False)
-        assert "\n" not in str(caught.value)
-
-
-def test_a_slow_tokenizer_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer"}))
-    with pytest.raises(UserError, match=r"tokenizer must be a fast one \(tokenizer\.json\), got ByT5Tokenizer"):
-        load_tokenizer(str(tmp_path), trust_remote_code=False)
-
-
-def test_tokenizer_digest_moves_with_the_vocabulary_alone() -> None:
-    tokenizer = smollm2()
-    digest = tokenizer_digest(tokenizer)
-    tokenizer.pad_token = "<|im_end|>"
-    tokenizer(["Hi", "Hi Hi"], padding=True, truncation=True, max_length=4)
-    assert tokenizer_digest(tokenizer) == digest
-    assert len(digest) == 32
-    assert tokenizer_digest(make_tokenizer(None, LLAMA3_SPECIALS)) != digest
-
-
-def write_end_tokens(directory: Path, **files: Any) -> Path:
-    for name, values in files.items():
-        (directory / f"{name}.json").write_text(json.dumps(values))
-    return directory
-
-
-def test_end_tokens_are_all_that_config_generation_config_and_tokenizer_name(tmp_path: Path) -> None:
-    tokenizer = make_tokenizer(None, ["<|eom_id|>", *CHATML_SPECIALS])
-    unnamed, end = 0, 3  # SGLang ends an answer at the first whoever names it
-    assert end_token_ids(tmp_path, tokenizer) == {unnamed, end}
-    write_end_tokens(tmp_path, config={"eos_token_id": None}, generation_config={"eos_token_id": [7, 8]})
-    assert end_token_ids(tmp_path, tokenizer) == {unnamed, end, 7, 8}
-    write_end_tokens(tmp_path, config={"eos_token_id": 9}, generation_config={"eos_token_id": 1})
-    tokenizer.eos_token = None
-    assert end_token_ids(tmp_path, tokenizer) == {unnamed, 1, 9}
-
-
-@pytest.mark.parametrize(("text", "said"), [("{", "must be JSON, got"), ("[]", "must be an object, got a list")])
-def test_a_generation_config_that_is_none_is_named(tmp_path: Path, text: str, said: str) -> None:
-    (tmp_path / "generation_config.json").write_text(text)
-    with pytest.raises(UserError, match=rf"generation_config.json {said}.* \(.*\); download it again"):
-        end_token_ids(tmp_path, make_tokenizer(SMOLLM2_TEMPLATE, CHATML_SPECIALS))
-
-
-def test_end_tokens_of_a_nested_text_config_count_where_the_whole_names_none(tmp_path: Path) -> None:
-    tokenizer = make_tokenizer(None, CHATML_SPECIALS)
-    nested = {"text_config": {"eos_token_id": [5, 6]}}
-    assert end_token_ids(write_end_tokens(tmp_path, config=nested), tokenizer) == {2, 5, 6}
-    assert end_token_ids(write_end_tokens(tmp_path, config=nested | {"eos_token_id": 4}), tokenizer) == {2, 4}
-
-
-@pytest.mark.parametrize("clean_up", [False, True])
-def test_the_text_of_an_answer_encodes_to_its_ids_again(clean_up: bool) -> None:
-    tokenizer = smollm2(clean_up_tokenization_spaces=clean_up)
-    text = "Hi , is n't it ?<|endoftext|> Hi ."
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    end = tokenizer.eos_token_id
-    assert answer_text(tokenizer, [*ids, end], finished=True) == text
-    assert answer_text(tokenizer, ids, finished=False) == text
-    # A token limit may cut an answer behind a control token that is not its end.
-    assert answer_text(tokenizer, [*ids, 0], finished=False) == text + "<|endoftext|>"
-    assert answer_text(tokenizer, [], finished=False) == ""
-
-
-def test_a_draft_vocabulary_keeps_ends_template_tokens_and_digits(tmp_path: Path) -> None:
-    tokenizer = family_tokenizer("qwen", "{% if tools %}<tool_call></tool_call>{% endif %}<|im_start|>")
-    kept = tokenizer.convert_ids_to_tokens(kept_token_ids(tmp_path, tokenizer))
-    assert set(kept) == {"<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", *"0123456789"}
 
 
 def test_only_the_last_answer_is_marked_where_that_is_asked_for() -> None:

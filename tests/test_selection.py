@@ -11,7 +11,8 @@ from eagle3.capture.regenerate import Answered, answer_conversations
 from eagle3.capture.selection import Selection, TooLong, select_rows
 from eagle3.config import PromptsConfig, RegenerateConfig, UserError
 from eagle3.plan import SampleSize
-from eagle3.prompts.rendering import ChatRenderer, load_tokenizer
+from eagle3.prompts.rendering import ChatRenderer
+from eagle3.prompts.tokenizers import load_tokenizer
 
 GIVEN, WRITTEN = RegenerateConfig(enabled=False), RegenerateConfig(max_new_tokens=20)
 

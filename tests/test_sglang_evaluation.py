@@ -21,7 +21,8 @@ from eagle3.evaluation.run import evaluate
 from eagle3.evaluation.served import ServedAnswer, SGLangClient
 from eagle3.evaluation.simulate import simulate
 from eagle3.evaluation.target import LocalTarget
-from eagle3.prompts.rendering import ChatRenderer, load_tokenizer
+from eagle3.prompts.rendering import ChatRenderer
+from eagle3.prompts.tokenizers import load_tokenizer
 
 NUM_PROMPTS = 9
 NUM_DRAFT_TOKENS = 3

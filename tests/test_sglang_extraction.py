@@ -22,7 +22,8 @@ from eagle3.capture.server import capturing_servers
 from eagle3.config import ExtractConfig, RegenerateConfig, ServerConfig, UserError
 from eagle3.features.record import FeatureSample
 from eagle3.features.store import FeatureStore
-from eagle3.prompts.rendering import ChatRenderer, load_tokenizer
+from eagle3.prompts.rendering import ChatRenderer
+from eagle3.prompts.tokenizers import load_tokenizer
 
 LAYERS = [2, 4, 5]
 

@@ -32,7 +32,7 @@ from eagle3.evaluation.target import LocalTarget
 from eagle3.evaluation.trees import draft_trees, tree_chains
 from eagle3.features.manifest import digest_target_config
 from eagle3.features.record import FeatureSample, is_held_out
-from eagle3.prompts.rendering import load_tokenizer, tokenizer_digest
+from eagle3.prompts.tokenizers import load_tokenizer, tokenizer_digest
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from eagle3.config import UserError
-from eagle3.prompts.rendering import ChatRenderer, load_tokenizer
+from eagle3.prompts.rendering import ChatRenderer
+from eagle3.prompts.tokenizers import load_tokenizer
 from examples import smollm2
 
 

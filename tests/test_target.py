@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from eagle3.config import TargetConfig, UserError
 from eagle3.evaluation.target import LocalTarget, attention_window, load_local_target
-from eagle3.prompts.rendering import load_tokenizer
+from eagle3.prompts.tokenizers import load_tokenizer
 
 
 def test_a_window_that_a_sequence_outgrows_is_refused(tiny_target: Path) -> None:

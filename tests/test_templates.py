@@ -18,7 +18,8 @@ import xxhash
 from family_tokenizers import TEMPLATES, deepseek, family_tokenizer, template_text
 
 from eagle3.prompts.answers import RenderingError
-from eagle3.prompts.rendering import ChatRenderer, Rendered, TemplateOptions, load_tokenizer
+from eagle3.prompts.rendering import ChatRenderer, Rendered, TemplateOptions
+from eagle3.prompts.tokenizers import load_tokenizer
 
 GOLDEN = TEMPLATES / "golden.json"
 EOS = deepseek("end of sentence")

@@ -15,7 +15,8 @@ from eagle3.config import EvaluateConfig, PromptsConfig, UserError
 from eagle3.evaluation.turns import ask_all, select_conversations
 from eagle3.features.record import is_held_out
 from eagle3.prompts.conversations import Conversation
-from eagle3.prompts.rendering import ChatRenderer, load_tokenizer
+from eagle3.prompts.rendering import ChatRenderer
+from eagle3.prompts.tokenizers import load_tokenizer
 
 END_IDS = frozenset([2])  # <|im_end|> of the tiny target
 

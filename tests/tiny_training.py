@@ -20,7 +20,7 @@ from eagle3.draft.target_weights import load_target_weights
 from eagle3.features.manifest import Manifest, digest_target_config, digest_target_weights
 from eagle3.features.record import FeatureSample
 from eagle3.features.writer import FeatureWriter
-from eagle3.prompts.rendering import load_tokenizer, tokenizer_digest
+from eagle3.prompts.tokenizers import load_tokenizer, tokenizer_digest
 
 LAYERS = (2, 4, 5)
 CYCLE = 24  # distinct answer tokens

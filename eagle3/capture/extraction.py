@@ -39,9 +39,10 @@ from eagle3.features.store import FeatureStore, digest_store
 from eagle3.features.writer import FeatureWriter, side_path
 from eagle3.plan import SampleSize, plan_extraction, readable_bytes
 from eagle3.prompts.conversations import BadRow
-from eagle3.prompts.rendering import ChatRenderer, load_tokenizer, make_renderer, tokenizer_digest
+from eagle3.prompts.rendering import ChatRenderer, make_renderer
 from eagle3.prompts.server_rendering import compare_with_server
 from eagle3.prompts.sources import digest_sources, find_sources
+from eagle3.prompts.tokenizers import load_tokenizer, tokenizer_digest
 from eagle3.tracking import git_state, identify, open_board, write_provenance
 
 logger = logging.getLogger(__name__)

@@ -34,7 +34,7 @@ from eagle3.features.codec import EXACT_CODECS, Codec
 from eagle3.features.manifest import DTYPES, Manifest, digest_target_config, digest_target_weights
 from eagle3.features.record import FeatureSample, supervised_rows
 from eagle3.features.writer import FeatureWriter
-from eagle3.prompts.rendering import load_tokenizer, tokenizer_digest
+from eagle3.prompts.tokenizers import load_tokenizer, tokenizer_digest
 
 logger = logging.getLogger(__name__)
 

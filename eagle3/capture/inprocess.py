@@ -17,8 +17,10 @@ from transformers.masking_utils import sdpa_mask
 
 from eagle3.capture.engine import Captured, EngineFacts, TopTwo
 from eagle3.capture.generation import BatchDecoder, Generation, grouped_attention
+from eagle3.cli import one_line
 from eagle3.config import RegenerateConfig, TargetConfig, UserError
-from eagle3.prompts.rendering import end_token_ids, missing_weights, one_line
+from eagle3.draft.target_weights import missing_weights
+from eagle3.prompts.tokenizers import end_token_ids
 
 ATTENTION_NAME = "eagle3_grouped"
 LOGITS_PER_CHUNK = 2**24  # 64 MiB in fp32: little beside a target's head

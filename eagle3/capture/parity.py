@@ -22,7 +22,7 @@ from eagle3.draft.target_weights import (
     load_target_weights,
 )
 from eagle3.plan import readable_bytes
-from eagle3.prompts.rendering import load_tokenizer
+from eagle3.prompts.tokenizers import load_tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,8 @@ from eagle3.capture.engine import SetAside
 from eagle3.capture.generation import Generation
 from eagle3.prompts.answers import RenderingError
 from eagle3.prompts.conversations import BadRow, Conversation
-from eagle3.prompts.rendering import ChatRenderer, answer_text
+from eagle3.prompts.rendering import ChatRenderer
+from eagle3.prompts.tokenizers import answer_text
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ parameters costs a few gigabytes. `capture_layers` are boundaries: k is the resi
 import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -255,3 +255,13 @@ def _read(files: dict[str, Path], name: str, shape: tuple[int, ...], path: Path)
             f"got {tuple(tensor.shape)} in {tensor.dtype} ({files[found[0]]}); a quantised head is not supported"
         )
     return tensor
+
+
+def missing_weights(names: Iterable[str], path: str) -> str:
+    """Says that a target lacks weights: transformers would make them up, and go on."""
+    missing = sorted(names)
+    return (
+        f"target.path must hold every weight of the model that its config.json describes, got none for "
+        f"{', '.join(missing[:3])}{f' and {len(missing) - 3} more' if len(missing) > 3 else ''} ({path!r}); "
+        f"download it again"
+    )

@@ -17,7 +17,7 @@ from eagle3.evaluation.simulate import open_store, simulate, simulate_store
 from eagle3.evaluation.target import LocalTarget, load_local_target
 from eagle3.evaluation.turns import AnsweredTurn, ask_all, asked, select_conversations
 from eagle3.prompts.loops import is_looping
-from eagle3.prompts.rendering import load_tokenizer
+from eagle3.prompts.tokenizers import load_tokenizer
 
 
 def evaluate_local(config: EvaluateConfig) -> Report:

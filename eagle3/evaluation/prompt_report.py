@@ -23,8 +23,9 @@ from eagle3.prompts.answers import RenderingError
 from eagle3.prompts.conversations import Conversation, read_conversations
 from eagle3.prompts.inspection import Findings, RowFacts, examine_characters, make_examine
 from eagle3.prompts.lengths import render_row
-from eagle3.prompts.rendering import ChatRenderer, kept_token_ids, load_tokenizer, make_renderer
+from eagle3.prompts.rendering import ChatRenderer, make_renderer
 from eagle3.prompts.server_rendering import ServerRendering, compare_with_server
+from eagle3.prompts.tokenizers import kept_token_ids, load_tokenizer
 from eagle3.prompts.workers import examine_rows
 
 BAR_CHARS = 40

@@ -23,7 +23,7 @@ from eagle3.evaluation.serving import check_serve, evaluate_serving
 from eagle3.evaluation.simulate import open_store, simulate_store
 from eagle3.evaluation.turns import ask_all, asked, select_conversations
 from eagle3.files import write_whole
-from eagle3.prompts.rendering import end_token_ids, load_tokenizer
+from eagle3.prompts.tokenizers import end_token_ids, load_tokenizer
 from eagle3.tracking import PROVENANCE_NAME, digest_file, git_state, identify, open_board, write_provenance
 
 RESULT_NAME = "result.json"

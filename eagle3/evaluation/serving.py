@@ -22,7 +22,7 @@ from eagle3.evaluation.simulate import Speculation, batch_tokens_of, packs_of, p
 from eagle3.evaluation.target import load_local_target
 from eagle3.evaluation.turns import ask_all, select_conversations
 from eagle3.prompts.loops import is_looping
-from eagle3.prompts.rendering import end_token_ids, load_tokenizer
+from eagle3.prompts.tokenizers import end_token_ids, load_tokenizer
 
 PLAIN = "plain"
 # In bf16 two tokens this close change places with the batch; nats between their log-probabilities.

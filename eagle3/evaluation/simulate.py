@@ -27,7 +27,7 @@ from eagle3.evaluation.trees import draft_trees, tree_chains
 from eagle3.features.manifest import check_same_target
 from eagle3.features.record import FeatureSample
 from eagle3.features.store import FeatureStore
-from eagle3.prompts.rendering import load_tokenizer, tokenizer_digest
+from eagle3.prompts.tokenizers import load_tokenizer, tokenizer_digest
 
 Item = TypeVar("Item")
 

@@ -13,9 +13,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
+from eagle3.cli import one_line
 from eagle3.config import TargetConfig, UserError
+from eagle3.draft.target_weights import missing_weights
 from eagle3.features.record import FeatureSample, supervised_rows
-from eagle3.prompts.rendering import end_token_ids, missing_weights, one_line
+from eagle3.prompts.tokenizers import end_token_ids
 
 
 class SlotCache(Cache):

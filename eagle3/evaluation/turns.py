@@ -17,7 +17,8 @@ from eagle3.features.record import is_held_out
 from eagle3.prompts.answers import RenderingError
 from eagle3.prompts.conversations import BadRow, Conversation, read_conversations
 from eagle3.prompts.loops import is_looping
-from eagle3.prompts.rendering import answer_text, make_renderer
+from eagle3.prompts.rendering import make_renderer
+from eagle3.prompts.tokenizers import answer_text
 
 logger = logging.getLogger(__name__)
 

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 import requests
 
+from eagle3.cli import one_line
 from eagle3.config import UserError
 from eagle3.prompts.answers import RenderingError
 from eagle3.prompts.conversations import Conversation
-from eagle3.prompts.rendering import ChatRenderer, one_line
+from eagle3.prompts.rendering import ChatRenderer
 
 TIMEOUT_SECONDS = 60
 

@@ -16,6 +16,7 @@ import pyarrow
 import pyarrow.parquet
 import xxhash
 
+from eagle3.cli import one_line
 from eagle3.config import UserError
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
@@ -311,10 +312,9 @@ def _data_set(source: Source) -> Any:
         repository, _, config = name.partition(":")
         return datasets.load_dataset(repository, config or None, split=split or "train", streaming=True)
     except Exception as error:  # the library and the hub's client raise whatever they like
-        detail = " ".join(str(error).split())[:300] or type(error).__name__
         raise UserError(
-            f"prompts must be a data set that opens, got {source.name!r} ({detail}); check its name and split, "
-            f"or download it and name the folder"
+            f"prompts must be a data set that opens, got {source.name!r} ({one_line(error)}); "
+            f"check its name and split, or download it and name the folder"
         ) from error
 
 

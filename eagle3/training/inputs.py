@@ -25,7 +25,7 @@ from eagle3.draft.target_weights import (
 )
 from eagle3.features.manifest import check_same_target
 from eagle3.features.store import FeatureStore
-from eagle3.prompts.rendering import kept_token_ids, load_tokenizer, tokenizer_digest
+from eagle3.prompts.tokenizers import kept_token_ids, load_tokenizer, tokenizer_digest
 from eagle3.training.batches import usable_samples
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from eagle3.evaluation.target import load_local_target
 from eagle3.features.manifest import check_same_target
 from eagle3.features.record import FeatureSample
 from eagle3.features.store import FeatureStore
-from eagle3.prompts.rendering import end_token_ids, tokenizer_digest
+from eagle3.prompts.tokenizers import end_token_ids, tokenizer_digest
 
 MAX_TOKENS = 8192  # of the samples that are looked at: 2,000 supervised ones tell 30 % from 33 %
 ENOUGH_COVERAGE = 0.9  # of the answers' tokens; each one outside is a certain miss

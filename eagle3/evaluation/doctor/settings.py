@@ -19,7 +19,8 @@ from eagle3.draft.serving_config import (
 )
 from eagle3.draft.target_weights import default_capture_layers, load_target_config, rope_parameters
 from eagle3.evaluation.doctor.files import DrafterFiles, Finding
-from eagle3.prompts.rendering import ChatRenderer, load_tokenizer, tokenizer_digest
+from eagle3.prompts.rendering import ChatRenderer
+from eagle3.prompts.tokenizers import load_tokenizer, tokenizer_digest
 
 # Modes that templates know; to name the one that a drafter was trained in.
 KNOWN_MODES = [{}, *({name: value} for name in ("enable_thinking", "thinking") for value in (True, False))]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+LIMIT_FLOPS = 989e12  # dense bf16, NVIDIA's data sheet of the H100 and H200 SXM
 # Which stage a kernel belongs to, by a part of its name; the first that fits.
 STAGES = {
     "matrix products": ("nvjet", "gemm", "cutlass", "splitK"),

@@ -19,12 +19,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from profiling import profile_step
+from profiling import LIMIT_FLOPS, profile_step
 from rich.console import Console
 from rich.table import Table
 
 from eagle3.config import DataConfig, DraftConfig, ObjectiveConfig, RunConfig, TargetConfig, TrainConfig
-from eagle3.draft.attention import Documents, _context_backward, _context_forward
+from eagle3.draft.context_attention import Documents, context_backward, context_forward
 from eagle3.draft.draft_vocab import DraftVocab
 from eagle3.draft.initial import init_drafter
 from eagle3.draft.model import DrafterConfig, Eagle3Drafter
@@ -36,7 +36,6 @@ from eagle3.training.engine import Engine, TTTModule
 from eagle3.training.optimizer_step import take_step
 from eagle3.training.packs import CodedPack
 
-LIMIT_FLOPS = 989e12  # dense bf16, NVIDIA's data sheet of the H100 and H200 SXM
 TTT_STEPS = 7
 
 
@@ -250,8 +249,8 @@ def attention_share(work: Work, packed: PackedSequences) -> float:
     keys, values = context.chunk(2, dim=1)
 
     def run() -> None:
-        output, lse = _context_forward(query, keys, values, documents)
-        _context_backward(grad, query, output, lse, keys, values, documents)
+        output, lse = context_forward(query, keys, values, documents)
+        context_backward(grad, query, output, lse, keys, values, documents)
 
     run()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eagle3.draft.attention import Documents, Places, draft_attention
+from eagle3.draft.attention import Places, draft_attention
+from eagle3.draft.context_attention import PLANNED_TOKENS, Documents, kernel_for
 
 ROWS = [1, 2, 4, 5, 8, 9, 16]  # a document's first and last token among them, and none of the third document's
 LENGTHS = (5, 9, 1, 3)
@@ -145,6 +146,34 @@ def test_gpu_kernels_equal_the_dense_mask(dim: int, dtype: torch.dtype, toleranc
         torch.testing.assert_close(got.float().cpu(), expected, rtol=tolerance, atol=tolerance)  # other order; 8 bits
     for got, expected in zip(grads_of(fast, inputs), grads_of(dense, wide), strict=True):
         torch.testing.assert_close(got.float().cpu(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("num_documents", [1, 2])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_documents_of_one_length_on_a_gpu_equal_fp32(num_documents: int, dim: int) -> None:
+    """cuDNN's kernels in bf16, where the GPU has them, against the memory-efficient ones in fp32."""
+    lengths = (PLANNED_TOKENS,) * num_documents
+    rows = list(range(sum(lengths)))
+    step_rows = [rows, rows[:-3], rows[5:-7:2]]
+    cpu = random_inputs(step_rows, sum(lengths), heads=8, dtype=torch.bfloat16, dim=dim)
+    inputs = [tensor.detach().cuda().requires_grad_() for tensor in cpu]
+    wide = [tensor.detach().float().requires_grad_() for tensor in inputs]
+    newest = torch.cuda.get_device_capability()[0] >= 9
+    kernels = [kernel_for(each[1], Documents.of(lengths, each[1].device)) for each in (inputs, wide)]
+    assert kernels == ["cudnn" if newest else "flash", "efficient"]
+    fast, exact = attend(step_rows, lengths, *inputs), attend(step_rows, lengths, *wide)
+    pairs = zip([*fast, *grads_of(fast, inputs)], [*exact, *grads_of(exact, wide)], strict=True)
+    for got, expected in pairs:
+        error = (got.float() - expected).norm() / expected.norm()
+        assert error < 0.02, float(error)  # bf16 has 8 bits; of what is added up only results are rounded to them
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_documents_of_any_length_make_no_plan() -> None:
+    query = torch.empty(3 * PLANNED_TOKENS, 8, 128, device="cuda", dtype=torch.bfloat16)
+    for lengths in ((PLANNED_TOKENS, 2 * PLANNED_TOKENS), (3 * PLANNED_TOKENS - 1, 1), (PLANNED_TOKENS // 2,) * 6):
+        assert kernel_for(query, Documents.of(lengths, query.device)) == "flash", lengths
 
 
 def test_memory_is_linear_in_tokens() -> None:

@@ -48,7 +48,7 @@ def _meta_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, kernels in (("fusion", ROW_KERNELS), ("attention", CHAIN_KERNELS), ("head", SCORE_KERNELS)):
         monkeypatch.setattr(f"eagle3.draft.{module}.has_kernels", lambda tensor: True)
         monkeypatch.setattr(f"eagle3.draft.{module}._kernels", lambda kernels=kernels: kernels)
-    monkeypatch.setattr("eagle3.draft.attention._has_varlen_kernel", lambda query: True)
+    monkeypatch.setattr("eagle3.draft.context_attention.kernel_for", lambda query, documents: "cudnn")
     monkeypatch.setattr("eagle3.draft.model.Eagle3Drafter.compute_dtype", lambda drafter: torch.bfloat16)
     monkeypatch.setattr("torch.autocast", lambda *args, **kwargs: contextlib.nullcontext())
     monkeypatch.setattr("eagle3.draft.head.CHUNK_ELEMENTS", {"meta": head.CHUNK_ELEMENTS["cuda"]})

@@ -1,34 +1,19 @@
 """Causal over the context plus the row's own chain.
 
-Only the step-0 attention is quadratic. It runs in a flash kernel, and the row's own keys of later steps join through
+Only the step-0 attention is quadratic. It runs in a fused kernel, and the row's own keys of later steps join through
 the log-sum-exp; the trap is the backward: the kernel must be given the *merged* output and log-sum-exp, or its
 probabilities are those of a softmax that forgot the chain.
 """
 
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
+from eagle3.draft.context_attention import Documents, context_backward, context_forward
 from eagle3.draft.fusion import has_kernels, take
-
-CAUSAL = 1  # the memory-efficient kernel's mask type: row i of a document sees its rows 0..i
-
-
-class Documents(NamedTuple):
-    """Documents one after another on a token axis."""
-
-    lengths: tuple[int, ...]  # tokens, adding up to T
-    bounds: Tensor  # (documents + 1,) int32: where each starts, and T
-
-    @classmethod
-    def of(cls, lengths: tuple[int, ...], device: torch.device) -> "Documents":
-        """Returns documents of these lengths."""
-        return cls(lengths, torch.tensor((0, *lengths)).cumsum(0).to(device, torch.int32))
 
 
 class Places(NamedTuple):
@@ -72,7 +57,7 @@ class _DraftAttention(torch.autograd.Function):
         keys, values = context.chunk(2, dim=1)  # (T, n_kv, d)
         with torch.autocast(projected.device.type, enabled=False):
             query = take(projected[:, :num_queries], places.row_of_token)  # (T, n_q, d)
-            output_at_tokens, lse = _context_forward(query, keys, values, places.documents)
+            output_at_tokens, lse = context_forward(query, keys, values, places.documents)
             if chain is None:
                 output = take(output_at_tokens, places.rows)
             else:
@@ -94,7 +79,7 @@ class _DraftAttention(torch.autograd.Function):
         keys, values = context.chunk(2, dim=1)
         with torch.autocast(query.device.type, enabled=False):
             # Tokens without a row have zero query, output and gradient, so that they add exactly nothing.
-            grad_query, grad_keys, grad_values = _context_backward(
+            grad_query, grad_keys, grad_values = context_backward(
                 take(grad, row_of_token), query, take(output, row_of_token), lse, keys, values, documents
             )
             grad_context = torch.cat([grad_keys, grad_values], dim=1)
@@ -181,90 +166,3 @@ def _sum_over_group(weights: Tensor, per_query: Tensor, own: Tensor) -> Tensor:
     weights = weights.unflatten(1, (own.shape[2], -1))
     grouped = _wide(per_query).unflatten(1, (own.shape[2], -1))
     return torch.einsum("rhgc,rhgd->crhd", weights, grouped)
-
-
-def _context_forward(
-    query: Tensor,  # (T, n_q, d)
-    keys: Tensor,  # (T, n_kv, d)
-    values: Tensor,
-    documents: Documents,
-) -> tuple[Tensor, Tensor]:  # output (T, n_q, d), log-sum-exp (T, n_q) in fp32 or wider
-    if _has_varlen_kernel(query):
-        bounds, longest = documents.bounds, max(documents.lengths)
-        output, lse, *_ = torch.ops.aten._flash_attention_forward(
-            query, keys, values, bounds, bounds, longest, longest, 0.0, True, False
-        )
-        return output, lse.transpose(0, 1)
-    outputs = [_document_forward(*document) for document in _split(documents, query, keys, values)]
-    return torch.cat([output for output, _ in outputs]), torch.cat([lse for _, lse in outputs])
-
-
-def _context_backward(
-    grad: Tensor,  # (T, n_q, d)
-    query: Tensor,  # (T, n_q, d)
-    output: Tensor,  # (T, n_q, d)
-    lse: Tensor,  # (T, n_q)
-    keys: Tensor,  # (T, n_kv, d)
-    values: Tensor,
-    documents: Documents,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if _has_varlen_kernel(query):
-        bounds, longest = documents.bounds, max(documents.lengths)
-        unused = torch.empty(0, dtype=torch.uint64, device=query.device)  # the random state of a dropout of zero
-        lse = lse.transpose(0, 1).contiguous()  # (n_q, T)
-        return torch.ops.aten._flash_attention_backward(
-            grad, query, keys, values, output, lse, bounds, bounds, longest, longest, 0.0, True, unused, unused
-        )
-    parts = _split(documents, grad, query, output, lse, keys, values)
-    grads = [_document_backward(*part) for part in parts]
-    grad_query, grad_keys, grad_values = (torch.cat(parts) for parts in zip(*grads, strict=True))
-    return grad_query, grad_keys, grad_values
-
-
-def _has_varlen_kernel(query: Tensor) -> bool:
-    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
-
-
-def _split(documents: Documents, *tensors: Tensor) -> Iterator[list[Tensor]]:
-    """Cuts tensors (T, n, ...) into documents, in the kernels' layout (1, n, T_document, ...)."""
-    for parts in zip(*(tensor.split(documents.lengths) for tensor in tensors), strict=True):
-        yield [part.transpose(0, 1)[None] for part in parts]
-
-
-def _document_forward(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    if query.is_cuda:
-        query, keys, values = _for_efficient_kernel(query, keys, values)
-        output, lse, *_ = torch.ops.aten._efficient_attention_forward(
-            query, keys, values, None, None, None, None, None, 0.0, CAUSAL, True
-        )
-        return output[0], lse[0, :, : query.shape[1]].transpose(0, 1)
-    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, keys, values, 0.0, True)
-    return output[0].transpose(0, 1), lse[0].transpose(0, 1)
-
-
-def _document_backward(
-    grad: Tensor, query: Tensor, output: Tensor, lse: Tensor, keys: Tensor, values: Tensor
-) -> list[Tensor]:
-    if query.is_cuda:
-        num_tokens, num_kv_heads = query.shape[2], keys.shape[1]
-        query, keys, values = _for_efficient_kernel(query, keys, values)
-        grad, output = grad.transpose(1, 2), output.transpose(1, 2)
-        lse = F.pad(lse, (0, -num_tokens % 32), value=torch.inf)  # (1, n_q, T'), as the kernel's forward pads it
-        no_dropout = torch.zeros((), dtype=torch.int64)
-        grad_query, *grads, _ = torch.ops.aten._efficient_attention_backward(
-            grad, query, keys, values, None, output, None, None, num_tokens, num_tokens, lse, 0.0, no_dropout,
-            no_dropout, CAUSAL, False
-        )  # fmt: skip
-        return [grad_query[0], *(part[0].unflatten(1, (num_kv_heads, -1)).sum(2) for part in grads)]
-    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, query, keys, values, output, lse, 0.0, True
-    )
-    return [part[0].transpose(0, 1) for part in grads]
-
-
-def _for_efficient_kernel(query: Tensor, keys: Tensor, values: Tensor) -> list[Tensor]:
-    """Lays (1, n, T, d) out as (1, T, n_q, d): the kernel knows no shared heads."""
-    group = query.shape[1] // keys.shape[1]
-    return [
-        part.transpose(1, 2) for part in (query, keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1))
-    ]

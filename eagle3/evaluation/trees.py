@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eagle3.draft.attention import Documents, Places, draft_attention
+from eagle3.draft.attention import Places, draft_attention
+from eagle3.draft.context_attention import Documents
 from eagle3.draft.layer import Rotation, finish, layer_weights, project
 from eagle3.draft.model import Eagle3Drafter
 from eagle3.draft.ttt import ROWS_PER_CHUNK, ChainMatches, Chains, PackedSequences

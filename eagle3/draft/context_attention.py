@@ -1,0 +1,165 @@
+"""Causal attention of documents over themselves, with its log-sum-exp, in PyTorch's fused kernels.
+
+The backward takes output and log-sum-exp from its caller, who may have merged more keys into both: all the kernels make
+their probabilities of the log-sum-exp that they are given, and the softmax's own term of output and gradient.
+"""
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+CAUSAL = 1  # the memory-efficient kernel's mask type: row i of a document sees its rows 0..i
+# cuDNN compiles a plan, some tenths of a second, for every shape that it is given. Documents as long as they come would
+# ask for one at every micro-batch; documents cut at a limit, or filled up to one, have this many tokens or a multiple.
+PLANNED_TOKENS = 1024
+HOPPER = 9  # compute capability from which cuDNN's kernels use what FlashAttention-2 does not: wgmma and bulk copies
+
+Kernel = Literal["cudnn", "flash", "efficient", "cpu"]
+
+
+class Documents(NamedTuple):
+    """Documents one after another on a token axis."""
+
+    lengths: tuple[int, ...]  # tokens, adding up to T
+    bounds: Tensor  # (documents + 1,) int32: where each starts, and T
+
+    @classmethod
+    def of(cls, lengths: tuple[int, ...], device: torch.device) -> "Documents":
+        """Returns documents of these lengths."""
+        return cls(lengths, torch.tensor((0, *lengths)).cumsum(0).to(device, torch.int32))
+
+
+def kernel_for(query: Tensor, documents: Documents) -> Kernel:  # (T, n_q, d)
+    """Chooses the fastest kernel that can do it, the same for forward and backward."""
+    if not query.is_cuda:
+        return "cpu"
+    if query.dtype not in (torch.bfloat16, torch.float16):
+        return "efficient"
+    length, head_dim = documents.lengths[0], query.shape[-1]
+    recurs = len(set(documents.lengths)) == 1 and length % PLANNED_TOKENS == 0
+    fits = head_dim <= 128 and head_dim % 8 == 0 and torch.backends.cudnn.is_available()
+    if recurs and fits and torch.cuda.get_device_capability(query.device)[0] >= HOPPER:
+        return "cudnn"
+    return "flash"
+
+
+def context_forward(
+    query: Tensor,  # (T, n_q, d)
+    keys: Tensor,  # (T, n_kv, d)
+    values: Tensor,
+    documents: Documents,
+) -> tuple[Tensor, Tensor]:  # output (T, n_q, d), log-sum-exp (T, n_q) in fp32 or wider
+    """Attends from each token to those of its document up to itself."""
+    kernel = kernel_for(query, documents)
+    if kernel == "cudnn":
+        return _equal_documents_forward(query, keys, values, documents)
+    if kernel == "flash":
+        bounds, longest = documents.bounds, max(documents.lengths)
+        output, lse, *_ = torch.ops.aten._flash_attention_forward(
+            query, keys, values, bounds, bounds, longest, longest, 0.0, True, False
+        )
+        return output, lse.transpose(0, 1)
+    outputs = [_document_forward(*document) for document in _split(documents, query, keys, values)]
+    return torch.cat([output for output, _ in outputs]), torch.cat([lse for _, lse in outputs])
+
+
+def context_backward(
+    grad: Tensor,  # (T, n_q, d)
+    query: Tensor,  # (T, n_q, d)
+    output: Tensor,  # (T, n_q, d)
+    lse: Tensor,  # (T, n_q)
+    keys: Tensor,  # (T, n_kv, d)
+    values: Tensor,
+    documents: Documents,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of query, keys and values."""
+    kernel = kernel_for(query, documents)
+    if kernel == "cudnn":
+        return _equal_documents_backward(grad, query, output, lse, keys, values, documents)
+    if kernel == "flash":
+        bounds, longest = documents.bounds, max(documents.lengths)
+        unused = torch.empty(0, dtype=torch.uint64, device=query.device)  # the random state of a dropout of zero
+        lse = lse.transpose(0, 1).contiguous()  # (n_q, T)
+        return torch.ops.aten._flash_attention_backward(
+            grad, query, keys, values, output, lse, bounds, bounds, longest, longest, 0.0, True, unused, unused
+        )
+    parts = _split(documents, grad, query, output, lse, keys, values)
+    grads = [_document_backward(*part) for part in parts]
+    grad_query, grad_keys, grad_values = (torch.cat(parts) for parts in zip(*grads, strict=True))
+    return grad_query, grad_keys, grad_values
+
+
+def _equal_documents_forward(
+    query: Tensor, keys: Tensor, values: Tensor, documents: Documents
+) -> tuple[Tensor, Tensor]:
+    parts = [_as_batch(tensor, documents) for tensor in (query, keys, values)]
+    output, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(*parts, None, True, 0.0, True)
+    return output.transpose(1, 2).flatten(0, 1), lse[..., 0].transpose(1, 2).flatten(0, 1)
+
+
+def _equal_documents_backward(
+    grad: Tensor, query: Tensor, output: Tensor, lse: Tensor, keys: Tensor, values: Tensor, documents: Documents
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad, query, output, keys, values = (_as_batch(tensor, documents) for tensor in (grad, query, output, keys, values))
+    # A plan is found again by the strides of query, keys and values alone: those of the others must always be the same.
+    lse = _as_batch(lse, documents).flatten().view(*query.shape[:3], 1)  # (B, n_q, L, 1)
+    unused = torch.empty((), dtype=torch.int64, device=query.device)  # the random state of a dropout of zero
+    length = documents.lengths[0]
+    grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        grad, query, keys, values, output, lse, unused, unused, None, None, None, length, length, 0.0, True
+    )
+    grad_query, grad_keys, grad_values = (part.transpose(1, 2).flatten(0, 1) for part in grads)
+    return grad_query, grad_keys, grad_values
+
+
+def _as_batch(tensor: Tensor, documents: Documents) -> Tensor:  # (T, n, ...) -> (B, n, L, ...)
+    """Views B documents of L tokens side by side."""
+    return tensor.unflatten(0, (len(documents.lengths), documents.lengths[0])).transpose(1, 2)
+
+
+def _split(documents: Documents, *tensors: Tensor) -> Iterator[list[Tensor]]:
+    """Cuts tensors (T, n, ...) into documents, in the kernels' layout (1, n, T_document, ...)."""
+    for parts in zip(*(tensor.split(documents.lengths) for tensor in tensors), strict=True):
+        yield [part.transpose(0, 1)[None] for part in parts]
+
+
+def _document_forward(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    if query.is_cuda:
+        query, keys, values = _for_efficient_kernel(query, keys, values)
+        output, lse, *_ = torch.ops.aten._efficient_attention_forward(
+            query, keys, values, None, None, None, None, None, 0.0, CAUSAL, True
+        )
+        return output[0], lse[0, :, : query.shape[1]].transpose(0, 1)
+    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, keys, values, 0.0, True)
+    return output[0].transpose(0, 1), lse[0].transpose(0, 1)
+
+
+def _document_backward(
+    grad: Tensor, query: Tensor, output: Tensor, lse: Tensor, keys: Tensor, values: Tensor
+) -> list[Tensor]:
+    if query.is_cuda:
+        num_tokens, num_kv_heads = query.shape[2], keys.shape[1]
+        query, keys, values = _for_efficient_kernel(query, keys, values)
+        grad, output = grad.transpose(1, 2), output.transpose(1, 2)
+        lse = F.pad(lse, (0, -num_tokens % 32), value=torch.inf)  # (1, n_q, T'), as the kernel's forward pads it
+        no_dropout = torch.zeros((), dtype=torch.int64)
+        grad_query, *grads, _ = torch.ops.aten._efficient_attention_backward(
+            grad, query, keys, values, None, output, None, None, num_tokens, num_tokens, lse, 0.0, no_dropout,
+            no_dropout, CAUSAL, False
+        )  # fmt: skip
+        return [grad_query[0], *(part[0].unflatten(1, (num_kv_heads, -1)).sum(2) for part in grads)]
+    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, query, keys, values, output, lse, 0.0, True
+    )
+    return [part[0].transpose(0, 1) for part in grads]
+
+
+def _for_efficient_kernel(query: Tensor, keys: Tensor, values: Tensor) -> list[Tensor]:
+    """Lays (1, n, T, d) out as (1, T, n_q, d): the kernel knows no shared heads."""
+    group = query.shape[1] // keys.shape[1]
+    return [
+        part.transpose(1, 2) for part in (query, keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1))
+    ]

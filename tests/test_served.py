@@ -11,7 +11,7 @@ import pytest
 
 from eagle3.config import UserError
 from eagle3.draft.acceptance import summarise
-from eagle3.evaluation.served import ServedAnswer, ServerFacts, SGLangClient, findings, served_rounds
+from eagle3.evaluation.served import ServedAnswer, ServerFacts, SGLangClient, check_counters, findings, served_rounds
 
 INFO = {
     "version": "0.5.23",
@@ -22,6 +22,7 @@ INFO = {
     "speculative_num_steps": 3,
     "speculative_token_map": None,
     "random_seed": 1,
+    "watchdog_timeout": 300,
 }
 Reply = tuple[int, Any]  # status and JSON body; a body of None closes the connection without an answer
 
@@ -155,6 +156,7 @@ def test_version_and_flags_are_recorded() -> None:
             "dtype": "bfloat16",
             "speculative_algorithm": "EAGLE3",
             "speculative_num_steps": 3,
+            "random_seed": 1,
         },
     )
 
@@ -239,3 +241,9 @@ def test_a_drafter_that_does_nothing_is_a_finding() -> None:
     assert "EAGLE instead of EAGLE3 (this server says EAGLE)" in finding
     assert findings([*idle, ServedAnswer([], 24, 22, [21, 1, 0, 0])], facts) == []
     assert findings([ServedAnswer([], 1, 0, [])], facts) == []
+
+
+def test_a_server_that_decodes_beside_prefills_is_refused() -> None:
+    check_counters(ServerFacts("http://a", "0.5.23", "", {"enable_mixed_chunk": False}))
+    with pytest.raises(UserError, match=r"--enable-mixed-chunk must be off .* got it on \(http://a\)"):
+        check_counters(ServerFacts("http://a", "0.5.23", "", {"enable_mixed_chunk": True}))

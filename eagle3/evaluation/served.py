@@ -31,6 +31,9 @@ RECORDED_FLAGS = (
     "max_running_requests",
     "context_length",
     "disable_overlap_schedule",
+    "enable_mixed_chunk",
+    "sampling_backend",
+    "random_seed",
     "launch_command",
 )
 
@@ -199,6 +202,20 @@ def served_rounds(sample_ids: list[str], answers: list[ServedAnswer], num_draft_
             )
         )
     return rounds
+
+
+def check_counters(facts: ServerFacts) -> None:
+    """Refuses a server whose counters leave tokens out.
+
+    Raises:
+        UserError: it decodes beside prefills, in forwards that verify nothing.
+    """
+    if facts.flags.get("enable_mixed_chunk"):
+        raise UserError(
+            f"--enable-mixed-chunk must be off where acceptance is counted, got it on ({facts.url}): tokens that are "
+            f"decoded beside another request's prefill take no verify round, and tau comes out too high; start the "
+            f"server without it"
+        )
 
 
 def findings(answers: list[ServedAnswer], facts: ServerFacts) -> list[str]:

@@ -96,6 +96,11 @@ class Board:
         if self._run is not None:
             self._run.log({name: wandb.Table(columns=list(columns), data=[list(row) for row in rows])}, commit=False)
 
+    def image(self, name: str, png: Path) -> None:
+        """Shows a picture."""
+        if self._run is not None:
+            self._run.log({name: wandb.Image(str(png))}, commit=False)
+
     def scatter(self, name: str, columns: tuple[str, str], points: Sequence[tuple[float, float]]) -> None:
         """Shows a chart of the second column over the first."""
         if self._run is not None and points:

@@ -223,6 +223,8 @@ class ServeConfig:
     speculations: list[str] = field(default_factory=lambda: ["3"])  # STEPS (a chain) or STEPS/TOPK/TOKENS (a tree)
     concurrency: list[int] = field(default_factory=lambda: [1, 4, 16, 64])  # requests in flight
     temperatures: list[float] = field(default_factory=lambda: [0.0])
+    # The first concurrency asks all prompts, the others so many for each request in flight, evenly over all; null: all.
+    prompts_per_slot: int | None = None
     simulate: bool = True  # also simulate the served answers, with the target in this process; false: it does not fit
 
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,10 +20,13 @@ from eagle3.config import EvaluateConfig, ServeConfig, ServerConfig, UserError, 
 from eagle3.draft.export import export_drafter
 from eagle3.draft.target_weights import load_target_config
 from eagle3.evaluation import serving
+from eagle3.evaluation.cells import Asking, Cell, ServingReport, context_bucket
 from eagle3.evaluation.run import evaluate
-from eagle3.evaluation.served import ServedAnswer, SGLangClient
-from eagle3.evaluation.serving import Cell, ServingReport, check_serve, compare_answers, context_bucket
-from eagle3.evaluation.serving_report import break_even, speed_up
+from eagle3.evaluation.served import ServedAnswer, ServerFacts, SGLangClient
+from eagle3.evaluation.serving import check_serve, compare_answers, rule_of
+from eagle3.evaluation.serving_charts import NAMES, check_pictures
+from eagle3.evaluation.serving_report import break_even
+from eagle3.evaluation.simulate import Speculation
 from eagle3.evaluation.target import LocalTarget
 
 
@@ -45,6 +49,7 @@ def test_every_server_is_measured_and_compared(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Servers that answer with 10 tokens; with the drafter in 5 rounds, and once with another last token."""
+    pytest.importorskip("matplotlib", reason="the pictures need it")
     started: list[Mapping[str, Any]] = []
     caches: set[str | None] = set()
 
@@ -78,6 +83,7 @@ def test_every_server_is_measured_and_compared(
         "out": tmp_path / "out",
     }
     named |= {"serve.speculations": ["2", "3/2/6"], "serve.concurrency": [1, 2], "serve.temperatures": [0, 1]}
+    named["serve.prompts_per_slot"] = 1
     named |= {"max_new_tokens": 10, "tracking.backend": "none"}
     result = evaluate(load_config(EvaluateConfig, None, [f"{name}={value}" for name, value in named.items()]))
     tree = {"num-steps": 3, "eagle-topk": 2, "num-draft-tokens": 6}
@@ -100,6 +106,8 @@ def test_every_server_is_measured_and_compared(
     # What the servers answered is none of this drafter's: as many rounds as tokens but one.
     assert first["simulated"]["num_tokens"] == 40
     assert first["simulated"]["rounds"] >= first["acceptance"]["rounds"]
+    assert first["simulated_by_set"] == {"maths": first["simulated"]}
+    assert (result["cells"][1]["num_answers"], first["num_answers"]) == (2, 4)  # prompts_per_slot
     assert result["cells"][1]["simulated"] is None
     assert first["speed_up"] == pytest.approx(first["tokens_per_second"] / plain["tokens_per_second"])
     assert (plain["acceptance"], plain["speed_up"], plain["num_tokens"]) == (None, None, 40)
@@ -110,10 +118,14 @@ def test_every_server_is_measured_and_compared(
         assert 0 < agreement["num_equal"] < 4
     assert json.loads((tmp_path / "out" / "result.json").read_text()) == result
     page, markdown = ((tmp_path / "out" / f"report.{kind}").read_text() for kind in ("html", "md"))
+    for name in NAMES:
+        assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     for text in (page, markdown, capsys.readouterr().out):
         assert "3/2/6" in text
         assert "SGLang 0.5.23; 4 prompts; all servers with the same flags." in text
-    assert page.count("<svg") == 2
+    assert page.count('src="data:image/png;base64,') == len(NAMES)
+    differs = first["simulated"]["tau"] / 2 - 1
+    assert f"| 2 | 0 | maths | 4 | 40 | 2.000 | {first['simulated']['tau']:.3f} | {differs:+.2%} |" in markdown
     assert "| 2 | 0 | 1 | 2.000 |" in markdown
 
 
@@ -138,7 +150,7 @@ def test_break_even_is_put_in_words(seconds: list[float], said: str) -> None:
     cells = [cell("3", n, s) for n, s in zip((1, 4, 16), seconds, strict=True)]
     report = ServingReport(cells + [cell("plain", n, 1.0) for n in (1, 4, 16)], [], {}, [], 1)
     assert break_even(report) == [f"Speculation 3 at T=0: {said}"]
-    assert speed_up(report, report.cells[0]) == 1 / seconds[0]
+    assert report.speed_up(report.cells[0]) == 1 / seconds[0]
     assert break_even(replace(report, cells=cells)) == []
 
 
@@ -175,15 +187,40 @@ def test_prompts_are_sorted_by_length() -> None:
 
 def test_settings_that_cannot_be_served_are_named() -> None:
     server = ServerConfig(urls=["http://a"])
-    problems = check_serve(ServeConfig(server, ["3", "3", "x", "3@1"], [0], [-1.0]))
+    problems = check_serve(ServeConfig(server, ["3", "3", "x", "3@1"], [0, 0], [-1.0], prompts_per_slot=0))
     assert [problem.split(" must")[0] for problem in problems] == [
         "serve.speculations: a speculation",
         "serve.speculations",
         "serve.speculations",
         "serve.concurrency",
+        "serve.concurrency",
         "serve.temperatures",
+        "serve.prompts_per_slot",
         "serve.server.urls",
     ]
     config = EvaluateConfig(serve=ServeConfig(), server="http://a")
     with pytest.raises(UserError, match="serve must be null with server, store or explain, got both"):
         evaluate(config)
+
+
+def test_pictures_are_asked_for_before_servers_are_started() -> None:
+    with mock.patch("importlib.util.find_spec", return_value=None):
+        assert check_pictures() == [
+            "the report must have matplotlib for its pictures, got none installed; pip install 'eagle3[compare]'"
+        ]
+
+
+def test_fewer_prompts_are_taken_evenly_over_all() -> None:
+    asking = Asking([str(i) for i in range(10)], [[i] for i in range(10)], ["even", "odd"] * 5)
+    thinned = asking.thinned(4)
+    assert thinned.prompts == [[0], [2], [5], [7]]
+    assert (thinned.sample_ids, thinned.sets) == (["0", "2", "5", "7"], ["even", "even", "odd", "odd"])
+    assert asking.thinned(10) is asking
+
+
+def test_a_server_that_rejects_is_simulated_so() -> None:
+    rejecting = ServerFacts("", "", "", {"speculative_use_rejection_sampling": True})
+    chain = Speculation(3)
+    assert rule_of(chain, 1.0, ServerFacts("", "", "", {})) == chain
+    assert rule_of(chain, 0.0, rejecting) == chain
+    assert rule_of(chain, 0.7, rejecting) == Speculation(3, temperature=0.7)

@@ -141,13 +141,14 @@ def _page(comparison: Comparison, picture: bytes, command: Sequence[str]) -> str
         f"<style>{STYLE}</style></head><body><h1>{title}</h1>",
         *(f"<p>{html.escape(sentence)}</p>" for sentence in sentences(comparison)),
         f'<img alt="curves of loss and tau, intervals, paired differences" src="data:image/png;base64,{encoded}">',
-        *(_html_table(table) for table in tables(comparison)),
+        *(html_table(table) for table in tables(comparison)),
         f"<p><code>{html.escape(' '.join(command))}</code></p></body></html>",
     ]
     return "\n".join(parts) + "\n"
 
 
-def _html_table(table: TextTable) -> str:
+def html_table(table: TextTable) -> str:
+    """Returns a table as HTML."""
     head = "".join(f"<th>{html.escape(cell)}</th>" for cell in table.headings)
     rows = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in table.rows)
     return f"<table><caption>{html.escape(table.title)}</caption><tr>{head}</tr>{rows}</table>"

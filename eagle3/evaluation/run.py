@@ -14,11 +14,12 @@ from eagle3.config import EvaluateConfig, UserError, config_to_dict
 from eagle3.draft.export import load_drafter
 from eagle3.draft.questions import COLUMNS, QUESTIONS_NAME, rows, write_questions
 from eagle3.draft.target_weights import load_target_config, load_target_weights
-from eagle3.evaluation import serving_report
+from eagle3.evaluation import serving_charts, serving_report
+from eagle3.evaluation.cells import ServingReport
 from eagle3.evaluation.doctor.command import examine, show
 from eagle3.evaluation.local import evaluate_local
 from eagle3.evaluation.report import Measured, Report, Stopwatch, measure, progress_bar
-from eagle3.evaluation.served import ServedAnswer, ServerFacts, SGLangClient, findings, served_rounds
+from eagle3.evaluation.served import ServedAnswer, ServerFacts, SGLangClient, check_counters, findings, served_rounds
 from eagle3.evaluation.serving import check_serve, evaluate_serving
 from eagle3.evaluation.simulate import open_store, simulate_store
 from eagle3.evaluation.turns import ask_all, asked, select_conversations
@@ -64,20 +65,35 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
 
 def _evaluate_serving(config: EvaluateConfig, board: Board) -> dict[str, Any]:
     """Measures servers of ours, and writes table, Markdown, page and figures."""
-    report = evaluate_serving(config)
-    result = serving_report.to_dict(report) | {"config": config_to_dict(config), "git": git_state()}
     out, console = Path(config.out), Console()
+    reports = evaluate_serving(config)
+    report = next(reports)
+    result = _write_serving(report, config)
+    for report in reports:  # written after each server, so that what ends the next one costs no more than that
+        result = _write_serving(report, config)
     serving_report.print_report(report, console)
-    write_whole(out / "report.md", serving_report.markdown(report))
-    write_whole(out / "report.html", serving_report.page(report))
-    write_whole(out / RESULT_NAME, json.dumps(result, indent=1) + "\n")
     for table in serving_report.text_tables(report):
         board.table(table.title, table.headings, table.rows)
+    for name in serving_charts.NAMES:
+        board.image(f"charts/{name}", out / f"{name}.png")
     accepted = [cell for cell in report.cells if cell.acceptance is not None]
     board.summarise(
         {f"tau/{c.server} T={c.temperature:g} n={c.concurrency}": c.acceptance.tau for c in accepted if c.acceptance}
     )
     console.print(f"Page: {out / 'report.html'}; all figures: {out / RESULT_NAME}", highlight=False, markup=False)
+    return result
+
+
+def _write_serving(report: ServingReport, config: EvaluateConfig) -> dict[str, Any]:
+    """Writes Markdown, page, pictures and figures; returns the figures."""
+    out = Path(config.out)
+    result = serving_report.to_dict(report) | {"config": config_to_dict(config), "git": git_state()}
+    pictures = serving_charts.draw(report)
+    for name, picture in pictures.items():
+        (out / f"{name}.png").write_bytes(picture)
+    write_whole(out / "report.md", serving_report.markdown(report))
+    write_whole(out / "report.html", serving_report.page(report, pictures))
+    write_whole(out / RESULT_NAME, json.dumps(result, indent=1) + "\n")
     return result
 
 
@@ -128,6 +144,7 @@ def evaluate_served(config: EvaluateConfig) -> Report:
     assert config.server is not None, "the caller checks that a server is named"
     client = SGLangClient(config.server, config.max_new_tokens)
     facts = client.facts()
+    check_counters(facts)
     conversations = select_conversations(config)
     tokenizer_path = _tokenizer_path(config, facts)
     tokenizer = load_tokenizer(str(tokenizer_path), _trusts_remote_code(config))
@@ -164,7 +181,7 @@ def evaluate_served(config: EvaluateConfig) -> Report:
 
 def _check(config: EvaluateConfig) -> None:
     """Refuses settings that cannot work together, all at once."""
-    problems = check_serve(config.serve) if config.serve is not None else []
+    problems = check_serve(config.serve) + serving_charts.check_pictures() if config.serve is not None else []
     if config.serve is not None and (config.server is not None or config.explain or config.store is not None):
         problems.append("serve must be null with server, store or explain, got both; it starts servers of its own")
     if config.server is None and config.target is None:

@@ -3,83 +3,44 @@
 The plain server comes last: where a greedy answer parts from it, it is asked how sure it was.
 """
 
-import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from eagle3.capture.server import Server, running_server
 from eagle3.config import EvaluateConfig, ServeConfig, UserError
-from eagle3.draft.acceptance import Acceptance, AnswerRounds, summarise
 from eagle3.draft.export import load_drafter
 from eagle3.draft.target_weights import load_target_config, load_target_weights
+from eagle3.evaluation.cells import (
+    PLAIN,
+    Agreement,
+    Asking,
+    Cell,
+    ServingReport,
+    plain_cell,
+    with_acceptance,
+    with_simulated,
+)
 from eagle3.evaluation.report import progress_bar
-from eagle3.evaluation.served import ServedAnswer, ServerFacts, SGLangClient, findings, served_rounds
+from eagle3.evaluation.served import ServedAnswer, ServerFacts, SGLangClient, check_counters, findings
 from eagle3.evaluation.simulate import Speculation, batch_tokens_of, packs_of, parse_speculation, simulate_all
 from eagle3.evaluation.target import load_local_target
 from eagle3.evaluation.turns import ask_all, select_conversations
-from eagle3.prompts.loops import is_looping
 from eagle3.prompts.tokenizers import end_token_ids, load_tokenizer
 
-PLAIN = "plain"
 # In bf16 two tokens this close change places with the batch; nats between their log-probabilities.
 NEAR_TIE = 0.1
-CONTEXT_EDGES = (512, 2048, 8192, 32768)  # tokens of a prompt
+WARM_UP_TOKENS = 32  # of an answer: enough for every kernel to run
+Kept = dict[tuple[str, float], list[ServedAnswer]]  # at the first concurrency, by server and temperature
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One server at one temperature and concurrency."""
-
-    server: str  # PLAIN or the speculation
-    temperature: float
-    concurrency: int
-    num_answers: int
-    num_looping: int
-    num_tokens: int
-    seconds: float  # of all requests together
-    latency_mean: float  # seconds of one request
-    latency_median: float
-    latency_95: float  # 95 % of the requests are faster
-    acceptance: Acceptance | None = None  # None: plain
-    without_loops: Acceptance | None = None  # None: plain, or nothing is left
-    histogram: list[int] = field(default_factory=list)  # index: drafts accepted in a round
-    by_context: dict[str, Acceptance] = field(default_factory=dict)  # by tokens of the prompt
-    by_set: dict[str, Acceptance] = field(default_factory=dict)  # by domain of the question, where rows have one
-    simulated: Acceptance | None = None  # of the very answers, at the first concurrency
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Over all requests in flight."""
-        return self.num_tokens / self.seconds
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """Greedy answers of a server with the drafter against the plain server's."""
-
-    server: str
-    num_answers: int
-    num_equal: int
-    num_near_ties: int  # of the others, those whose first difference is between two tokens that are almost as likely
-
-
-@dataclass(frozen=True)
-class ServingReport:
-    """What the servers did."""
-
-    cells: list[Cell]
-    agreements: list[Agreement]
-    facts: dict[str, ServerFacts]  # by server
-    findings: list[str]
-    num_prompts: int
-
-
-def evaluate_serving(config: EvaluateConfig) -> ServingReport:
-    """Starts one server after the other and asks each the same prompts.
+def evaluate_serving(config: EvaluateConfig) -> Iterator[ServingReport]:
+    """Starts one server after the other and asks each the same prompts; yields all that is known after each.
 
     Raises:
         UserError: a server does not start or stops, or target, drafter and prompts do not fit each other.
@@ -89,46 +50,40 @@ def evaluate_serving(config: EvaluateConfig) -> ServingReport:
     assert target is not None, "the config was checked"
     assert config.drafter is not None, "the config was checked"
     load_drafter(Path(config.drafter), load_target_config(Path(target.path)))  # what is wrong with it shows now
-    asking: _Asking | None = None
+    asking: Asking | None = None
     cells: list[Cell] = []
     facts: dict[str, ServerFacts] = {}
     found: set[str] = set()
-    kept: dict[tuple[str, float], list[ServedAnswer]] = {}  # at the first concurrency, by server and temperature
-    agreements: list[Agreement] = []
-    ways: list[Speculation | None] = [*map(parse_speculation, serve.speculations), None]
-    for speculation in ways:
-        name = PLAIN if speculation is None else speculation.name
+    kept: Kept = {}
+    for speculation in map(parse_speculation, serve.speculations):
+        name = speculation.name
         with started(serve, config, name, speculation) as server:
             facts[name] = SGLangClient(server.url, config.max_new_tokens).facts()
+            check_counters(facts[name])
             # The first server's answers are the history of later turns, for all servers.
             asking = asking or _ask_turns(config, server.url)
-            _warm_up(config, server.url, asking, is_speculative=speculation is not None)
-            for temperature in serve.temperatures:
-                for concurrency in serve.concurrency:
-                    cell, answers = _measure(config, server.url, speculation, asking, temperature, concurrency)
-                    cells.append(cell)
-                    if speculation is not None:
-                        found |= {f"{name}: {finding}" for finding in findings(answers, facts[name])}
-                    if concurrency == serve.concurrency[0]:
-                        kept[name, temperature] = answers
-            if speculation is None and (PLAIN, 0) in kept:
-                plain = SGLangClient(server.url, config.max_new_tokens, is_speculative=False)
-                agreements = [
-                    compare_answers(other, answers, kept[PLAIN, 0], asking.prompts, plain)
-                    for (other, temperature), answers in kept.items()
-                    if other != PLAIN and temperature == 0
-                ]
-    assert asking is not None, ways
+            for cell, answers in _measure(config, server.url, speculation, asking, kept):
+                cells.append(cell)
+                found |= {f"{name}: {finding}" for finding in findings(answers, facts[name])}
+        yield ServingReport(cells, [], facts, sorted(found), len(asking.prompts))
+    assert asking is not None, serve.speculations
     if serve.simulate:
-        cells = _with_simulated(config, cells, kept, asking)
-    return ServingReport(cells, agreements, facts, sorted(found), len(asking.prompts))
+        cells = _simulate(config, cells, kept, facts, asking)
+        yield ServingReport(cells, [], facts, sorted(found), len(asking.prompts))
+    with started(serve, config, PLAIN, None) as server:
+        facts[PLAIN] = SGLangClient(server.url, config.max_new_tokens).facts()
+        cells += [cell for cell, _ in _measure(config, server.url, None, asking, kept)]
+        plain = SGLangClient(server.url, config.max_new_tokens, is_speculative=False)
+        agreements = [
+            compare_answers(other, answers, kept[PLAIN, 0], asking.prompts, plain)
+            for (other, temperature), answers in kept.items()
+            if other != PLAIN and temperature == 0
+        ]
+    yield ServingReport(cells, agreements, facts, sorted(found), len(asking.prompts))
 
 
-def _with_simulated(
-    config: EvaluateConfig,
-    cells: Sequence[Cell],
-    kept: Mapping[tuple[str, float], list[ServedAnswer]],
-    asking: "_Asking",
+def _simulate(
+    config: EvaluateConfig, cells: Sequence[Cell], kept: Kept, facts: Mapping[str, ServerFacts], asking: Asking
 ) -> list[Cell]:
     """Simulates the answers that servers gave, from states of one more prefill of them in this process."""
     assert config.target is not None, "the config was checked"
@@ -142,30 +97,35 @@ def _with_simulated(
     limit = batch_tokens_of(drafter.config, weights.embed_tokens)
     found = []
     for cell in cells:
-        answers = kept.get((cell.server, cell.temperature), [])
-        if cell.server == PLAIN or cell.concurrency != config.serve.concurrency[0]:
+        if cell.concurrency != config.serve.concurrency[0]:
             found.append(cell)
             continue
-        speculation = parse_speculation(cell.server)
+        answers = kept[cell.server, cell.temperature]
+        speculation = rule_of(parse_speculation(cell.server), cell.temperature, facts[cell.server])
         turns = zip(asking.sample_ids, asking.prompts, answers, strict=True)
         with progress_bar(f"simulating {cell.server}, T={cell.temperature:g}", len(answers), "answers") as advance:
             samples = (target.features(name, prompt, answer.token_ids) for name, prompt, answer in turns)
             packs = packs_of(samples, limit, target.device)
             rounds = simulate_all({"": drafter}, weights, packs, [speculation], advance=advance)["", speculation]
-        found.append(replace(cell, simulated=summarise(rounds, config.seed)))
+        found.append(with_simulated(cell, rounds, asking, config.seed))
+    del target, drafter, weights
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # the plain server counts the memory that it finds free
     return found
 
 
-@dataclass(frozen=True)
-class _Asking:
-    """What every server is asked."""
+def rule_of(speculation: Speculation, temperature: float, facts: ServerFacts) -> Speculation:
+    """Returns by which rule a server accepts drafts at a temperature.
 
-    sample_ids: list[str]
-    prompts: list[list[int]]
-    domains: dict[str, str]  # by sample
+    By default that is the same at every temperature: a draft is accepted with the target's probability of it, and
+    where it is not another token is sampled. So it is accepted where it is the token that was returned.
+    Source: SGLang 0.5.16, srt/speculative/eagle_utils.py (`eagle_sample`).
+    """
+    rejects = bool(facts.flags.get("speculative_use_rejection_sampling")) and temperature > 0
+    return replace(speculation, temperature=temperature) if rejects else speculation
 
 
-def _ask_turns(config: EvaluateConfig, url: str) -> _Asking:
+def _ask_turns(config: EvaluateConfig, url: str) -> Asking:
     """Asks the conversations turn by turn, greedily, and keeps the prompts."""
     assert config.target is not None, "the config was checked"
     client = SGLangClient(url, config.max_new_tokens)
@@ -178,27 +138,58 @@ def _ask_turns(config: EvaluateConfig, url: str) -> _Asking:
     end_ids = end_token_ids(Path(config.target.path), tokenizer)
     conversations = select_conversations(config)
     turns = ask_all(conversations, tokenizer, config, answer_all, end_ids)
-    domains = {each.id: each.domain for each in conversations if each.domain is not None}
-    return _Asking([turn.sample_id for turn in turns], [turn.prompt_ids for turn in turns], domains)
-
-
-def _warm_up(config: EvaluateConfig, url: str, asking: _Asking, *, is_speculative: bool) -> None:
-    """Has a server compile what it compiles at its first batches, before anything is timed."""
-    assert config.serve is not None, "the caller checks that servers are asked for"
-    most = max(config.serve.concurrency)
-    client = SGLangClient(url, config.max_new_tokens, is_speculative=is_speculative, cache_name="warm-up")
-    client.answer_all(asking.prompts[:most], most, lambda answer: None)
+    domains = {each.id: each.domain for each in conversations}
+    sample_ids = [turn.sample_id for turn in turns]
+    return Asking(sample_ids, [turn.prompt_ids for turn in turns], [domains[name] for name in sample_ids])
 
 
 def _measure(
+    config: EvaluateConfig, url: str, speculation: Speculation | None, asking: Asking, kept: Kept
+) -> Iterator[tuple[Cell, list[ServedAnswer]]]:
+    """Asks one server at every temperature and concurrency; the answers of the first concurrency are kept."""
+    serve = config.serve
+    assert serve is not None, "the caller checks that servers are asked for"
+    name = PLAIN if speculation is None else speculation.name
+    _warm_up(config, url, asking, is_speculative=speculation is not None)
+    for temperature in serve.temperatures:
+        for concurrency in serve.concurrency:
+            is_first = concurrency == serve.concurrency[0]
+            some = asking
+            if serve.prompts_per_slot is not None and not is_first:
+                some = asking.thinned(serve.prompts_per_slot * concurrency)
+            answers, seconds = _ask(config, url, speculation, some, temperature, concurrency)
+            cell = plain_cell(name, temperature, concurrency, answers, seconds)
+            if speculation is not None:
+                cell = with_acceptance(cell, answers, some, speculation.num_steps, config.seed)
+            if is_first:
+                kept[name, temperature] = answers
+            yield cell, answers
+
+
+def _warm_up(config: EvaluateConfig, url: str, asking: Asking, *, is_speculative: bool) -> None:
+    """Has a server compile what it compiles at its first batches, before anything is timed."""
+    assert config.serve is not None, "the caller checks that servers are asked for"
+    for temperature in sorted({float(each > 0) for each in config.serve.temperatures}):
+        client = SGLangClient(
+            url,
+            min(config.max_new_tokens, WARM_UP_TOKENS),
+            temperature=temperature,
+            is_speculative=is_speculative,
+            cache_name="warm-up",
+        )
+        most = max(config.serve.concurrency)
+        client.answer_all(asking.prompts[:most], most, lambda answer: None)
+
+
+def _ask(
     config: EvaluateConfig,
     url: str,
     speculation: Speculation | None,
-    asking: _Asking,
+    asking: Asking,
     temperature: float,
     concurrency: int,
-) -> tuple[Cell, list[ServedAnswer]]:
-    """Sends all prompts with so many in flight."""
+) -> tuple[list[ServedAnswer], float]:
+    """Sends the prompts with so many in flight; returns the answers and the seconds that they took together."""
     name = PLAIN if speculation is None else speculation.name
     client = SGLangClient(
         url,
@@ -210,11 +201,7 @@ def _measure(
     with progress_bar(f"{name}, T={temperature:g}, {concurrency} in flight", len(asking.prompts), "answers") as advance:
         begun = time.perf_counter()
         answers = client.answer_all(asking.prompts, concurrency, lambda answer: advance(1))
-        seconds = time.perf_counter() - begun
-    cell = Cell(name, temperature, concurrency, seconds=seconds, **_counts(answers))
-    if speculation is not None:
-        cell = _with_acceptance(cell, answers, asking, speculation.num_steps, config.seed)
-    return cell, answers
+        return answers, time.perf_counter() - begun
 
 
 @contextmanager
@@ -253,59 +240,18 @@ def check_serve(serve: ServeConfig) -> list[str]:
             problems.append(f"serve.speculations: {error}")
     if not serve.speculations or len(set(serve.speculations)) < len(serve.speculations):
         problems.append(f"serve.speculations must be different ways of serving, got {serve.speculations}")
+    for name, values in (("concurrency", serve.concurrency), ("temperatures", serve.temperatures)):
+        if len(set(values)) < len(values):
+            problems.append(f"serve.{name} must be different numbers, got {values}")
     if not serve.concurrency or any(each < 1 for each in serve.concurrency):
         problems.append(f"serve.concurrency must be numbers of 1 or more, got {serve.concurrency}")
     if not serve.temperatures or any(each < 0 for each in serve.temperatures):
         problems.append(f"serve.temperatures must be numbers of 0 or more, got {serve.temperatures}")
+    if serve.prompts_per_slot is not None and serve.prompts_per_slot < 1:
+        problems.append(f"serve.prompts_per_slot must be 1 or more, got {serve.prompts_per_slot}; null: all prompts")
     if serve.server.urls:
         problems.append(f"serve.server.urls must be empty, since servers are started, got {serve.server.urls}")
     return problems
-
-
-def _counts(answers: Sequence[ServedAnswer]) -> Mapping[str, Any]:
-    latencies = sorted(answer.seconds for answer in answers)
-    return {
-        "num_answers": len(answers),
-        "num_looping": sum(is_looping(answer.token_ids) for answer in answers),
-        "num_tokens": sum(answer.num_tokens for answer in answers),
-        "latency_mean": statistics.fmean(latencies),
-        "latency_median": statistics.median(latencies),
-        "latency_95": latencies[min(len(latencies) - 1, int(0.95 * len(latencies)))],
-    }
-
-
-def _with_acceptance(cell: Cell, answers: Sequence[ServedAnswer], asking: _Asking, num_steps: int, seed: int) -> Cell:
-    rounds = served_rounds(asking.sample_ids, list(answers), num_steps)
-    steady = [each for each, answer in zip(rounds, answers, strict=True) if not is_looping(answer.token_ids)]
-    contexts = [context_bucket(len(prompt)) for prompt in asking.prompts]
-    sets = [asking.domains.get(sample_id) for sample_id in asking.sample_ids]
-    longest = max((len(answer.histogram) for answer in answers), default=0)
-    histogram = [sum(a.histogram[i] for a in answers if i < len(a.histogram)) for i in range(longest)]
-    return replace(
-        cell,
-        acceptance=summarise(rounds, seed),
-        without_loops=summarise(steady, seed) if any(each.rounds > 0 for each in steady) else None,
-        histogram=histogram,
-        by_context=_by_group(rounds, contexts, seed),
-        by_set=_by_group(rounds, sets, seed),
-    )
-
-
-def _by_group(rounds: Sequence[AnswerRounds], groups: Sequence[str | None], seed: int) -> dict[str, Acceptance]:
-    """Returns the acceptance of each group whose answers have rounds; those of no group are left out."""
-    found: dict[str, list[AnswerRounds]] = {}
-    for each, group in zip(rounds, groups, strict=True):
-        if group is not None:
-            found.setdefault(group, []).append(each)
-    return {group: summarise(some, seed) for group, some in found.items() if any(each.rounds > 0 for each in some)}
-
-
-def context_bucket(num_tokens: int) -> str:
-    """Returns the name of the range that a prompt's length falls into."""
-    edges = [0, *CONTEXT_EDGES]
-    low = max(edge for edge in edges if edge <= num_tokens)
-    high = next((edge for edge in edges if edge > num_tokens), None)
-    return f"{low}+" if high is None else f"{low}-{high - 1}"
 
 
 def compare_answers(

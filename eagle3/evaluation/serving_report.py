@@ -1,29 +1,18 @@
 """What servers did with the drafter and without, in tables and in words: terminal, Markdown, and a page of its own."""
 
+import base64
 import dataclasses
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from eagle3.evaluation.page import STYLE
-from eagle3.evaluation.serving import NEAR_TIE, PLAIN, Cell, ServingReport
+from eagle3.evaluation.cells import PLAIN, Cell, ServingReport
+from eagle3.evaluation.page import STYLE, html_table
+from eagle3.evaluation.serving import NEAR_TIE
 from eagle3.evaluation.tables import TextTable
-
-WIDTH, HEIGHT, MARGIN = 640, 300, 45  # of a chart, in pixels
-COLOURS = ("#1f6fb4", "#d1581c", "#2a8c4a", "#8a4fbf", "#b8860b", "#444444")
-
-
-def speed_up(report: ServingReport, cell: Cell) -> float | None:
-    """Returns a cell's tokens per second over the plain server's at the same temperature and concurrency."""
-    plain = [
-        each
-        for each in report.cells
-        if (each.server, each.temperature, each.concurrency) == (PLAIN, cell.temperature, cell.concurrency)
-    ]
-    return cell.tokens_per_second / plain[0].tokens_per_second if plain and cell.server != PLAIN else None
 
 
 def break_even(report: ServingReport) -> list[str]:
@@ -31,7 +20,7 @@ def break_even(report: ServingReport) -> list[str]:
     sentences = []
     for server, temperature in dict.fromkeys((c.server, c.temperature) for c in report.cells if c.server != PLAIN):
         cells = [c for c in report.cells if (c.server, c.temperature) == (server, temperature)]
-        ups = [(c.concurrency, up) for c in cells if (up := speed_up(report, c)) is not None]
+        ups = [(c.concurrency, up) for c in cells if (up := report.speed_up(c)) is not None]
         ups.sort()
         where = f"Speculation {server} at T={temperature:g}"
         faster = [pair for pair in ups if pair[1] >= 1]
@@ -71,13 +60,14 @@ def words(report: ServingReport) -> list[str]:
 
 
 def text_tables(report: ServingReport) -> list[TextTable]:
-    """Returns speed, acceptance, histograms and context lengths."""
+    """Returns speed, acceptance, histograms, question sets, context lengths, and what is simulated beside it."""
     speed: list[list[str]] = []
     acceptance: list[list[str]] = []
     contexts: list[list[str]] = []
     sets: list[list[str]] = []
+    simulations: list[list[str]] = []
     for cell in report.cells:
-        up = speed_up(report, cell)
+        up = report.speed_up(cell)
         key = [cell.server, f"{cell.temperature:g}", str(cell.concurrency)]
         latencies = [f"{value:.2f}" for value in (cell.latency_mean, cell.latency_median, cell.latency_95)]
         speed.append([*key, f"{cell.tokens_per_second:.1f}", *latencies, "-" if up is None else f"{up:.2f}x"])
@@ -90,6 +80,7 @@ def text_tables(report: ServingReport) -> list[TextTable]:
         taus = [f"{found.tau:.3f}", interval, f"{found.mean_answer_tau:.3f}", f"{found.tau_without_prefill:.3f}"]
         simulated = "-" if cell.simulated is None else f"{cell.simulated.tau:.3f}"
         acceptance.append([*key, *taus, simulated, steady, shares, " ".join(map(str, cell.histogram))])
+        simulations += [[*key[:2], *row] for row in _beside_simulated(cell)]
         for rows, groups in ((contexts, cell.by_context), (sets, cell.by_set)):
             for group, some in groups.items():
                 row = [group, f"{some.tau:.3f}", f"{some.low:.2f}-{some.high:.2f}", str(some.num_answers)]
@@ -106,12 +97,27 @@ def text_tables(report: ServingReport) -> list[TextTable]:
         "by position",
         "rounds that accepted 0, 1, ...",
     ]
+    simulated_headings = ["answers", "tokens", "served tau", "simulated", "differs by"]
     return [
         TextTable("Speed", [*key, "tokens/s", *latency, "speed-up"], speed),
         TextTable("Acceptance length", [*key, *taus], acceptance),
+        TextTable("The same answers, simulated", ["server", "T", "set", *simulated_headings], simulations),
         TextTable("By question set", [*key, "set", "tau", "95 %", "answers"], sets),
         TextTable("By prompt length in tokens", [*key, "tokens", "tau", "95 %", "answers"], contexts),
     ]
+
+
+def _beside_simulated(cell: Cell) -> list[list[str]]:
+    """Returns a row for all answers of a cell, and one for each set, with tau as it was counted and simulated."""
+    if cell.simulated is None or cell.acceptance is None:
+        return []
+    pairs = {name: (cell.by_set[name], simulated) for name, simulated in cell.simulated_by_set.items()}
+    rows = []
+    for name, (served, simulated) in ({"all": (cell.acceptance, cell.simulated)} | pairs).items():
+        differs = f"{simulated.tau / served.tau - 1:+.2%}"
+        counts = [str(served.num_answers), str(served.num_tokens)]
+        rows.append([name, *counts, f"{served.tau:.3f}", f"{simulated.tau:.3f}", differs])
+    return rows
 
 
 def print_report(report: ServingReport, console: Console) -> None:
@@ -131,7 +137,7 @@ def to_dict(report: ServingReport) -> dict[str, Any]:
     """Returns the report for JSON, with what follows from its figures."""
     values = dataclasses.asdict(report)
     for cell, entry in zip(report.cells, values["cells"], strict=True):
-        entry |= {"tokens_per_second": cell.tokens_per_second, "speed_up": speed_up(report, cell)}
+        entry |= {"tokens_per_second": cell.tokens_per_second, "speed_up": report.speed_up(cell)}
     return values | {"words": words(report)}
 
 
@@ -144,66 +150,19 @@ def markdown(report: ServingReport) -> str:
     return "\n".join(parts) + "\n"
 
 
-def page(report: ServingReport) -> str:
-    """Returns the report as one HTML file that needs no other."""
+def page(report: ServingReport, pictures: Mapping[str, bytes]) -> str:
+    """Returns the report as one HTML file that needs no other, its pictures (PNG, by name) inside."""
     title = "Served with the drafter and without"
-    ups: dict[str, list[tuple[float, float]]] = {}
-    positions: dict[str, list[tuple[float, float]]] = {}
-    for cell in report.cells:
-        name = f"{cell.server}, T={cell.temperature:g}"
-        if (up := speed_up(report, cell)) is not None:
-            ups.setdefault(name, []).append((cell.concurrency, up))
-        if cell.acceptance is not None and name not in positions:
-            shares = enumerate(cell.acceptance.conditional, start=1)
-            positions[name] = [(index, share) for index, share in shares if share is not None]
+    images = [
+        f'<img alt="{html.escape(name)}" src="data:image/png;base64,{base64.b64encode(picture).decode()}">'
+        for name, picture in pictures.items()
+    ]
     parts = [
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>',
         f"<style>{STYLE}</style></head><body><h1>{title}</h1>",
         *(f"<p>{html.escape(sentence)}</p>" for sentence in words(report)),
-        _chart("Speed-up by requests in flight", ups, level=1.0),
-        _chart("Accepted, of the drafts at a position that were reached", positions, level=None),
+        *images,
+        *(html_table(table) for table in text_tables(report)),
+        "</body></html>",
     ]
-    for table in text_tables(report):
-        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in table.headings)
-        rows = "".join(f"<tr>{''.join(f'<td>{html.escape(c)}</td>' for c in row)}</tr>" for row in table.rows)
-        parts.append(f"<table><caption>{html.escape(table.title)}</caption><tr>{head}</tr>{rows}</table>")
-    return "\n".join([*parts, "</body></html>"]) + "\n"
-
-
-def _chart(title: str, lines: dict[str, list[tuple[float, float]]], level: float | None) -> str:
-    """Draws lines over evenly spaced x values as SVG, with a dashed line at `level`."""
-    xs = sorted({x for points in lines.values() for x, _ in points})
-    ys = [y for points in lines.values() for _, y in points] + ([level] if level is not None else [])
-    if not xs:
-        return ""
-    top = max(ys) * 1.1 or 1.0
-
-    def at(x: float, y: float) -> tuple[float, float]:
-        step = (WIDTH - 2 * MARGIN) / max(1, len(xs) - 1)
-        return MARGIN + xs.index(x) * step, HEIGHT - MARGIN - y / top * (HEIGHT - 2 * MARGIN)
-
-    return "".join([f"<h2>{html.escape(title)}</h2>", _svg(lines, xs, top, level, at)])
-
-
-def _svg(
-    lines: dict[str, list[tuple[float, float]]], xs: Sequence[float], top: float, level: float | None, at: Any
-) -> str:
-    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" font-size="12" font-family="sans-serif">']
-    for x in xs:
-        parts.append(f'<text x="{at(x, 0)[0]:.0f}" y="{HEIGHT - MARGIN + 18}" text-anchor="middle">{x:g}</text>')
-    for share in (0.0, 0.5, 1.0):
-        y = at(xs[0], top * share)[1]
-        parts.append(f'<text x="{MARGIN - 8}" y="{y + 4:.0f}" text-anchor="end">{top * share:.2f}</text>')
-        parts.append(f'<line x1="{MARGIN}" x2="{WIDTH - MARGIN}" y1="{y:.0f}" y2="{y:.0f}" stroke="#ddd"/>')
-    if level is not None:
-        y = at(xs[0], level)[1]
-        ends = f'x1="{MARGIN}" x2="{WIDTH - MARGIN}" y1="{y:.0f}" y2="{y:.0f}"'
-        parts.append(f'<line {ends} stroke="#888" stroke-dasharray="5 4"/>')
-    for number, (name, points) in enumerate(lines.items()):
-        colour = COLOURS[number % len(COLOURS)]
-        places = [at(*point) for point in sorted(points)]
-        joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        parts.append(f'<polyline points="{joined}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in places]
-        parts.append(f'<text x="{MARGIN + 5}" y="{16 + 15 * number}" fill="{colour}">{html.escape(name)}</text>')
-    return "".join([*parts, "</svg>"])
+    return "\n".join(parts) + "\n"

@@ -17,7 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from eagle3.capture.server import Server
 from eagle3.config import EvaluateConfig, ServeConfig, ServerConfig, UserError, load_config
+from eagle3.draft.acceptance import summarise
 from eagle3.draft.export import export_drafter
+from eagle3.draft.questions import read_questions
 from eagle3.draft.target_weights import load_target_config
 from eagle3.evaluation import serving
 from eagle3.evaluation.cells import Asking, Cell, ServingReport, context_bucket
@@ -117,6 +119,14 @@ def test_every_server_is_measured_and_compared(
         assert agreement["num_equal"] + agreement["num_near_ties"] == 4
         assert 0 < agreement["num_equal"] < 4
     assert json.loads((tmp_path / "out" / "result.json").read_text()) == result
+    lines = [json.loads(line) for line in (tmp_path / "out" / "answers.jsonl").read_text().splitlines()]
+    assert len(lines) == 3 * 2 * 4
+    assert [lines[0][name] for name in ("server", "set", "sample_id", "rounds")] == ["2", "maths", "a", 5]
+    assert lines[0]["token_ids"][:9] == list(range(20, 29))
+    assert sum(line["simulated_rounds"] for line in lines[:4]) == first["simulated"]["rounds"]
+    questions = read_questions(tmp_path / "out" / "questions.jsonl")
+    assert list(questions)[:3] == ["2, T=0", "2, T=0, simulated", "2, T=1"]
+    assert summarise([each.answer for each in questions["2, T=0"]], seed=0).tau == first["acceptance"]["tau"]
     page, markdown = ((tmp_path / "out" / f"report.{kind}").read_text() for kind in ("html", "md"))
     for name in NAMES:
         assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
@@ -148,7 +158,7 @@ def cell(server: str, concurrency: int, seconds: float) -> Cell:
 )
 def test_break_even_is_put_in_words(seconds: list[float], said: str) -> None:
     cells = [cell("3", n, s) for n, s in zip((1, 4, 16), seconds, strict=True)]
-    report = ServingReport(cells + [cell("plain", n, 1.0) for n in (1, 4, 16)], [], {}, [], 1)
+    report = ServingReport(cells + [cell("plain", n, 1.0) for n in (1, 4, 16)], [], {}, [], [])
     assert break_even(report) == [f"Speculation 3 at T=0: {said}"]
     assert report.speed_up(report.cells[0]) == 1 / seconds[0]
     assert break_even(replace(report, cells=cells)) == []

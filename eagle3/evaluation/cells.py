@@ -3,9 +3,11 @@
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from eagle3.draft.acceptance import Acceptance, AnswerRounds, summarise
-from eagle3.evaluation.served import ServedAnswer, ServerFacts, served_rounds
+from eagle3.draft.questions import Question, prompt_digest
+from eagle3.evaluation.served import ServedAnswer, ServerFacts
 from eagle3.prompts.loops import is_looping
 
 PLAIN = "plain"
@@ -51,25 +53,8 @@ class Agreement:
 
 
 @dataclass(frozen=True)
-class ServingReport:
-    """What the servers did."""
-
-    cells: list[Cell]
-    agreements: list[Agreement]
-    facts: dict[str, ServerFacts]  # by server
-    findings: list[str]
-    num_prompts: int
-
-    def speed_up(self, cell: Cell) -> float | None:
-        """Returns a cell's tokens per second over the plain server's at the same temperature and concurrency."""
-        wanted = (PLAIN, cell.temperature, cell.concurrency)
-        plain = [each for each in self.cells if (each.server, each.temperature, each.concurrency) == wanted]
-        return cell.tokens_per_second / plain[0].tokens_per_second if plain and cell.server != PLAIN else None
-
-
-@dataclass(frozen=True)
 class Asking:
-    """What every server is asked."""
+    """What every server is asked, turn by turn."""
 
     sample_ids: list[str]
     prompts: list[list[int]]
@@ -86,6 +71,75 @@ class Asking:
             [self.prompts[index] for index in kept],
             [self.sets[index] for index in kept],
         )
+
+
+@dataclass(frozen=True)
+class Served:
+    """The answers behind a cell, for whoever wants to count them again."""
+
+    server: str
+    temperature: float
+    asking: Asking
+    answers: list[ServedAnswer]
+    rounds: list[AnswerRounds]  # empty: plain
+    simulated: list[AnswerRounds]  # empty: plain, or not simulated
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Returns what was asked and returned, token by token."""
+        turns = zip(self.asking.sample_ids, self.asking.sets, self.asking.prompts, self.answers, strict=True)
+        return [
+            {
+                "server": self.server,
+                "temperature": self.temperature,
+                "sample_id": name,
+                "set": group,
+                "prompt_ids": prompt,
+                "token_ids": answer.token_ids,
+                "rounds": answer.rounds,
+                "simulated_rounds": self.simulated[index].rounds if self.simulated else None,
+            }
+            for index, (name, group, prompt, answer) in enumerate(turns)
+        ]
+
+    def questions(self) -> dict[str, list[Question]]:
+        """Returns each answer's counters, by what they are called."""
+        firsts: dict[str, str] = {}  # a conversation goes by its first prompt
+        for name, prompt in zip(self.asking.sample_ids, self.asking.prompts, strict=True):
+            firsts.setdefault(name, prompt_digest(prompt))
+        loops = [is_looping(answer.token_ids) for answer in self.answers]
+        called = f"{self.server}, T={self.temperature:g}"
+        counted = {called: self.rounds, f"{called}, simulated": self.simulated}
+        return {
+            measure: [Question(firsts[each.sample_id], loop, each) for each, loop in zip(rounds, loops, strict=True)]
+            for measure, rounds in counted.items()
+            if rounds
+        }
+
+
+@dataclass(frozen=True)
+class ServingReport:
+    """What the servers did."""
+
+    cells: list[Cell]
+    agreements: list[Agreement]
+    facts: dict[str, ServerFacts]  # by server
+    findings: list[str]
+    served: list[Served]  # at the first concurrency
+
+    @property
+    def num_prompts(self) -> int:
+        """How many answers a server gives where it is asked everything."""
+        return len(self.served[0].answers) if self.served else 0
+
+    def questions(self) -> dict[str, list[Question]]:
+        """Returns the counters of every answer, by server and temperature."""
+        return {name: questions for served in self.served for name, questions in served.questions().items()}
+
+    def speed_up(self, cell: Cell) -> float | None:
+        """Returns a cell's tokens per second over the plain server's at the same temperature and concurrency."""
+        wanted = (PLAIN, cell.temperature, cell.concurrency)
+        plain = [each for each in self.cells if (each.server, each.temperature, each.concurrency) == wanted]
+        return cell.tokens_per_second / plain[0].tokens_per_second if plain and cell.server != PLAIN else None
 
 
 def plain_cell(
@@ -107,9 +161,10 @@ def plain_cell(
     )
 
 
-def with_acceptance(cell: Cell, answers: Sequence[ServedAnswer], asking: Asking, num_steps: int, seed: int) -> Cell:
+def with_acceptance(
+    cell: Cell, answers: Sequence[ServedAnswer], rounds: Sequence[AnswerRounds], asking: Asking, seed: int
+) -> Cell:
     """Adds what the server's counters say."""
-    rounds = served_rounds(asking.sample_ids, list(answers), num_steps)
     steady = [each for each, answer in zip(rounds, answers, strict=True) if not is_looping(answer.token_ids)]
     contexts = [context_bucket(len(prompt)) for prompt in asking.prompts]
     longest = max((len(answer.histogram) for answer in answers), default=0)

@@ -28,6 +28,7 @@ from eagle3.prompts.tokenizers import end_token_ids, load_tokenizer
 from eagle3.tracking import PROVENANCE_NAME, digest_file, git_state, identify, open_board, write_provenance
 
 RESULT_NAME = "result.json"
+ANSWERS_NAME = "answers.jsonl"
 
 
 def evaluate(config: EvaluateConfig) -> dict[str, Any]:
@@ -85,7 +86,7 @@ def _evaluate_serving(config: EvaluateConfig, board: Board) -> dict[str, Any]:
 
 
 def _write_serving(report: ServingReport, config: EvaluateConfig) -> dict[str, Any]:
-    """Writes Markdown, page, pictures and figures; returns the figures."""
+    """Writes Markdown, page, pictures, answers, their counters and the figures; returns the figures."""
     out = Path(config.out)
     result = serving_report.to_dict(report) | {"config": config_to_dict(config), "git": git_state()}
     pictures = serving_charts.draw(report)
@@ -93,6 +94,9 @@ def _write_serving(report: ServingReport, config: EvaluateConfig) -> dict[str, A
         (out / f"{name}.png").write_bytes(picture)
     write_whole(out / "report.md", serving_report.markdown(report))
     write_whole(out / "report.html", serving_report.page(report, pictures))
+    lines = [json.dumps(line) + "\n" for served in report.served for line in served.lines()]
+    write_whole(out / ANSWERS_NAME, "".join(lines))
+    write_questions(out / QUESTIONS_NAME, report.questions())
     write_whole(out / RESULT_NAME, json.dumps(result, indent=1) + "\n")
     return result
 

@@ -14,6 +14,7 @@ import torch
 
 from eagle3.capture.server import Server, running_server
 from eagle3.config import EvaluateConfig, ServeConfig, UserError
+from eagle3.draft.acceptance import AnswerRounds
 from eagle3.draft.export import load_drafter
 from eagle3.draft.target_weights import load_target_config, load_target_weights
 from eagle3.evaluation.cells import (
@@ -21,13 +22,14 @@ from eagle3.evaluation.cells import (
     Agreement,
     Asking,
     Cell,
+    Served,
     ServingReport,
     plain_cell,
     with_acceptance,
     with_simulated,
 )
 from eagle3.evaluation.report import progress_bar
-from eagle3.evaluation.served import ServedAnswer, ServerFacts, SGLangClient, check_counters, findings
+from eagle3.evaluation.served import ServedAnswer, ServerFacts, SGLangClient, check_counters, findings, served_rounds
 from eagle3.evaluation.simulate import Speculation, batch_tokens_of, packs_of, parse_speculation, simulate_all
 from eagle3.evaluation.target import load_local_target
 from eagle3.evaluation.turns import ask_all, select_conversations
@@ -36,7 +38,7 @@ from eagle3.prompts.tokenizers import end_token_ids, load_tokenizer
 # In bf16 two tokens this close change places with the batch; nats between their log-probabilities.
 NEAR_TIE = 0.1
 WARM_UP_TOKENS = 32  # of an answer: enough for every kernel to run
-Kept = dict[tuple[str, float], list[ServedAnswer]]  # at the first concurrency, by server and temperature
+Kept = dict[tuple[str, float], Served]  # at the first concurrency, by server and temperature
 
 
 def evaluate_serving(config: EvaluateConfig) -> Iterator[ServingReport]:
@@ -65,27 +67,30 @@ def evaluate_serving(config: EvaluateConfig) -> Iterator[ServingReport]:
             for cell, answers in _measure(config, server.url, speculation, asking, kept):
                 cells.append(cell)
                 found |= {f"{name}: {finding}" for finding in findings(answers, facts[name])}
-        yield ServingReport(cells, [], facts, sorted(found), len(asking.prompts))
+        yield ServingReport(cells, [], facts, sorted(found), list(kept.values()))
     assert asking is not None, serve.speculations
     if serve.simulate:
         cells = _simulate(config, cells, kept, facts, asking)
-        yield ServingReport(cells, [], facts, sorted(found), len(asking.prompts))
+        yield ServingReport(cells, [], facts, sorted(found), list(kept.values()))
     with started(serve, config, PLAIN, None) as server:
         facts[PLAIN] = SGLangClient(server.url, config.max_new_tokens).facts()
         cells += [cell for cell, _ in _measure(config, server.url, None, asking, kept)]
         plain = SGLangClient(server.url, config.max_new_tokens, is_speculative=False)
         agreements = [
-            compare_answers(other, answers, kept[PLAIN, 0], asking.prompts, plain)
-            for (other, temperature), answers in kept.items()
-            if other != PLAIN and temperature == 0
+            compare_answers(each.server, each.answers, kept[PLAIN, 0].answers, asking.prompts, plain)
+            for each in kept.values()
+            if each.server != PLAIN and each.temperature == 0
         ]
-    yield ServingReport(cells, agreements, facts, sorted(found), len(asking.prompts))
+    yield ServingReport(cells, agreements, facts, sorted(found), list(kept.values()))
 
 
 def _simulate(
     config: EvaluateConfig, cells: Sequence[Cell], kept: Kept, facts: Mapping[str, ServerFacts], asking: Asking
 ) -> list[Cell]:
-    """Simulates the answers that servers gave, from states of one more prefill of them in this process."""
+    """Simulates the answers that servers gave, from states of one more prefill of them in this process.
+
+    The rounds are added to `kept`.
+    """
     assert config.target is not None, "the config was checked"
     assert config.drafter is not None, "the config was checked"
     assert config.serve is not None, "the caller checks that servers are asked for"
@@ -100,13 +105,16 @@ def _simulate(
         if cell.concurrency != config.serve.concurrency[0]:
             found.append(cell)
             continue
-        answers = kept[cell.server, cell.temperature]
+        served = kept[cell.server, cell.temperature]
         speculation = rule_of(parse_speculation(cell.server), cell.temperature, facts[cell.server])
-        turns = zip(asking.sample_ids, asking.prompts, answers, strict=True)
-        with progress_bar(f"simulating {cell.server}, T={cell.temperature:g}", len(answers), "answers") as advance:
+        turns = zip(asking.sample_ids, asking.prompts, served.answers, strict=True)
+        with progress_bar(
+            f"simulating {cell.server}, T={cell.temperature:g}", len(served.answers), "answers"
+        ) as advance:
             samples = (target.features(name, prompt, answer.token_ids) for name, prompt, answer in turns)
             packs = packs_of(samples, limit, target.device)
             rounds = simulate_all({"": drafter}, weights, packs, [speculation], advance=advance)["", speculation]
+        kept[cell.server, cell.temperature] = replace(served, simulated=rounds)
         found.append(with_simulated(cell, rounds, asking, config.seed))
     del target, drafter, weights
     if torch.cuda.is_available():
@@ -159,10 +167,12 @@ def _measure(
                 some = asking.thinned(serve.prompts_per_slot * concurrency)
             answers, seconds = _ask(config, url, speculation, some, temperature, concurrency)
             cell = plain_cell(name, temperature, concurrency, answers, seconds)
+            rounds: list[AnswerRounds] = []
             if speculation is not None:
-                cell = with_acceptance(cell, answers, some, speculation.num_steps, config.seed)
+                rounds = served_rounds(some.sample_ids, answers, speculation.num_steps)
+                cell = with_acceptance(cell, answers, rounds, some, config.seed)
             if is_first:
-                kept[name, temperature] = answers
+                kept[name, temperature] = Served(name, temperature, some, answers, rounds, [])
             yield cell, answers
 
 

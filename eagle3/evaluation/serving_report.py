@@ -134,11 +134,19 @@ def print_report(report: ServingReport, console: Console) -> None:
 
 
 def to_dict(report: ServingReport) -> dict[str, Any]:
-    """Returns the report for JSON, with what follows from its figures."""
-    values = dataclasses.asdict(report)
-    for cell, entry in zip(report.cells, values["cells"], strict=True):
-        entry |= {"tokens_per_second": cell.tokens_per_second, "speed_up": report.speed_up(cell)}
-    return values | {"words": words(report)}
+    """Returns the report for JSON, with what follows from its figures; the answers have files of their own."""
+    cells = [
+        dataclasses.asdict(cell) | {"tokens_per_second": cell.tokens_per_second, "speed_up": report.speed_up(cell)}
+        for cell in report.cells
+    ]
+    return {
+        "cells": cells,
+        "agreements": [dataclasses.asdict(each) for each in report.agreements],
+        "facts": {name: dataclasses.asdict(facts) for name, facts in report.facts.items()},
+        "findings": report.findings,
+        "num_prompts": report.num_prompts,
+        "words": words(report),
+    }
 
 
 def markdown(report: ServingReport) -> str:

@@ -9,7 +9,7 @@ from draft_oracle import tiny_drafter
 from torch import Tensor
 
 from eagle3.draft import fusion
-from eagle3.draft.fusion import RopeTables
+from eagle3.draft.fusion import RopeTables, TokenHeads
 from eagle3.draft.head import LossKind, _log_sum_exp, _score_rows
 from eagle3.draft.objective import TTTSums, ttt_sums
 from eagle3.draft.target_weights import TargetWeights
@@ -52,13 +52,13 @@ def assert_near(ours: Any, plain: Any, dtype: torch.dtype) -> None:
 def test_norms(both: Any, dtype: torch.dtype) -> None:
     states, update, table = (random_tensor(n, 20, dtype=dtype, seed=n) for n in (7, 8, 9))
     update, ids = update[:7], torch.tensor([3, 3, 0, 8, 1, 5, 3], device=DEVICE)
-    weight, other_weight = random_tensor(20, seed=1), random_tensor(20, seed=2)
+    weight = random_tensor(20, seed=1)
     wide = random_tensor(7, 40, dtype=dtype, seed=3)  # a slice of it has a row stride of its own
     for function in (
         lambda: fusion.norm(states, weight, 1e-5),
         lambda: fusion.norm(wide[:, 20:], weight, 1e-5),
         lambda: fusion.norm(table, weight, 1e-5, index=ids),
-        lambda: fusion.joined_norms(table, ids, states, weight, other_weight, 1e-5),
+        lambda: fusion.norm(table, weight, 1e-5, index=ids, dtype=torch.float32),
         lambda: fusion.add_norm(states, update, weight, 1e-5),
         lambda: fusion.norm_backward(states, weight, 1e-5, wide[:, 20:]),
         lambda: fusion.norm_backward(states, weight, 1e-5, wide[:, :20], added=update),
@@ -75,11 +75,17 @@ def test_row_work(both: Any, dtype: torch.dtype) -> None:
     angles = random_tensor(30, 3, seed=2)
     tables, positions = RopeTables(angles.cos(), angles.sin()), torch.tensor([4, 0, 29, 7, 7], device=DEVICE)
     index = torch.tensor([-1, 4, 0, -1], device=DEVICE)
+    given = TokenHeads(random_tensor(7, 24, 6, dtype=dtype, seed=3), torch.tensor([6, -1, 0, 2, -1], device=DEVICE), 5)
+
+    def turn_back() -> tuple[Tensor, Tensor]:
+        grad_given = given._replace(table=given.table.clone())
+        return fusion.rotate_backward(heads, positions, tables, 17, grad_given), grad_given.table
+
     for function in (
         lambda: fusion.swiglu(gate_up),
         lambda: fusion.swiglu_backward(gate_up, grad),
-        lambda: fusion.rotate(heads, positions, tables, 17),
-        lambda: fusion.rotate(heads, positions, tables, 17, direction=-1.0),
+        lambda: fusion.rotate(heads, positions, tables, 17, given),
+        turn_back,
         lambda: fusion.take(heads, index),
         lambda: fusion.take(heads[:, 3:7], index, out=torch.full((4, 4, 6), 9.0, dtype=dtype, device=DEVICE)),
     ):

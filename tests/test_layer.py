@@ -7,7 +7,8 @@ import torch
 from draft_oracle import tiny_drafter
 from torch import Tensor
 
-from eagle3.draft.layer import Rotation, finish, layer_weights, project
+from eagle3.draft.fusion import TokenHeads
+from eagle3.draft.layer import Rotation, embeds_heads, finish, layer_weights, project
 from eagle3.draft.model import Eagle3Drafter
 from eagle3.draft.objective import ttt_sums
 from eagle3.draft.target_weights import TargetWeights
@@ -32,7 +33,8 @@ def plain_layer(drafter: Eagle3Drafter, hidden: Tensor) -> list[Tensor]:
 def fused_layer(drafter: Eagle3Drafter, hidden: Tensor) -> list[Tensor]:
     weights = layer_weights(drafter)
     rotation = Rotation(POSITIONS, drafter.rope_tables(64), num_rotated=6, head_dim=6)
-    heads, residual = project(random_table(), TOKEN_IDS, hidden, weights, weights.query_key_value, rotation)
+    embeds = TokenHeads(embeds_heads(random_table(), TOKEN_IDS, weights, 6), torch.arange(5), 0)
+    heads, residual, _ = project(embeds, hidden, weights, weights.query_key_value, rotation)
     query, key, value = heads.split([4, 2, 2], dim=1)
     return [query, key, value, *finish(residual, value.repeat_interleave(2, dim=1), weights)]
 
@@ -56,12 +58,37 @@ def test_queries_alone_and_keys_alone_are_parts_of_the_whole() -> None:
     hidden = torch.randn(5, 16, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     weights, tables = layer_weights(drafter), drafter.rope_tables(64)
 
-    def heads(matrix: Tensor, num_rotated: int) -> Tensor:
-        rotation = Rotation(POSITIONS, tables, num_rotated, head_dim=6)
-        return project(random_table(), TOKEN_IDS, hidden, weights, matrix, rotation)[0]
+    table = embeds_heads(random_table(), TOKEN_IDS, weights, 6)
 
-    parts = torch.cat([heads(weights.query, 4), heads(weights.key_value, 2)], dim=1)
-    torch.testing.assert_close(parts, heads(weights.query_key_value, 6), rtol=1e-12, atol=1e-12)
+    def heads(matrix: Tensor, first: int, num_rotated: int) -> Tensor:
+        rotation = Rotation(POSITIONS, tables, num_rotated, head_dim=6)
+        return project(TokenHeads(table, torch.arange(5), first), hidden, weights, matrix, rotation)[0]
+
+    parts = torch.cat([heads(weights.query, 0, 4), heads(weights.key_value, 4, 2)], dim=1)
+    torch.testing.assert_close(parts, heads(weights.query_key_value, 0, 6), rtol=1e-12, atol=1e-12)
+
+
+def test_tokens_that_several_calls_read_have_all_their_gradients() -> None:
+    """Rows read other tokens at each call, some none, and not all tokens are read."""
+    drafter = tiny_drafter(dtype=torch.float64)
+    hidden = torch.randn(3, 16, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    weights, tables = layer_weights(drafter), drafter.rope_tables(64)
+    reads = [torch.tensor([1, 4, 0]), torch.tensor([3, -1, 1]), torch.tensor([0, 4, 1])]
+    rotation = Rotation(POSITIONS[:3], tables, num_rotated=6, head_dim=6)
+    parameters = [drafter.midlayer.input_layernorm.weight, drafter.midlayer.self_attn.q_proj.weight]
+    ours, plain = [], []
+    table = embeds_heads(random_table(), TOKEN_IDS, weights, 6)
+    for tokens in reads:
+        heads, _, table = project(TokenHeads(table, tokens, 0), hidden, weights, weights.query_key_value, rotation)
+        ours.append(heads)
+        embeds = random_table()[TOKEN_IDS[tokens]] * (tokens >= 0)[:, None]  # the norm of nothing is nothing
+        plain.append(torch.cat(drafter.qkv(embeds, hidden, POSITIONS[:3]), dim=1))
+    for got, expected in zip(ours, plain, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)  # fp64, other summation order
+    grads = [torch.randn(3, 8, 6, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i in range(3)]
+    results = zip(*(torch.autograd.grad(outputs, parameters, grads) for outputs in (ours, plain)), strict=True)
+    for got, expected in results:
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
 
 def kept_elements(function: Callable[[], Tensor]) -> int:

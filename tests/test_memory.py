@@ -25,7 +25,7 @@ ROW_KERNELS = SimpleNamespace(
     norm_backward=lambda states, weight, eps, grad, **kwargs: torch.empty(grad.shape[1], device=META),
     swiglu=lambda *args: None,
     swiglu_backward=lambda *args: None,
-    rotate=lambda *args: None,
+    rotate=lambda *args, **kwargs: None,
     take=lambda *args: None,
 )
 CHAIN_KERNELS = SimpleNamespace(

@@ -10,6 +10,7 @@ from draft_oracle import CachedDrafter, tiny_drafter
 from torch import Tensor
 
 from eagle3.config import UserError
+from eagle3.draft.fusion import TokenHeads
 from eagle3.draft.layer import Rotation
 from eagle3.draft.ttt import PackedSequences, chain_matches, pack, unroll
 from eagle3.features.record import FeatureSample
@@ -41,14 +42,17 @@ class ReadingLayer:
     def __init__(self) -> None:
         self.reads: list[list[tuple[int, int, int]]] = []  # per step: (feature, embedding, position) of each row
 
+    def embeds_heads(self, embed_tokens: Tensor, token_ids: Tensor, weights: Any, head_dim: int) -> Tensor:
+        return embed_tokens[token_ids]
+
     def project(
-        self, embed_tokens: Tensor, token_ids: Tensor, hidden: Tensor, weights: Any, matrix: str, rotation: Rotation
-    ) -> tuple[Tensor, Tensor]:
+        self, added: TokenHeads, hidden: Tensor, weights: Any, matrix: str, rotation: Rotation
+    ) -> tuple[Tensor, Tensor, Tensor]:
         if matrix != "key_value":
-            read = torch.cat([hidden, embed_tokens[token_ids], rotation.positions[:, None]], dim=-1)
+            read = torch.cat([hidden, added.table[added.tokens], rotation.positions[:, None]], dim=-1)
             self.reads.append([(int(a), int(b), int(c)) for a, b, c in read])
         heads = {"query": 1, "key_value": 2, "query_key_value": 3}[matrix]
-        return torch.zeros(token_ids.numel(), heads, 8), hidden
+        return torch.zeros(added.tokens.numel(), heads, 8), hidden, added.table
 
     def finish(self, residual: Tensor, attended: Tensor, weights: Any) -> tuple[Tensor, Tensor]:
         return residual + 1, residual
@@ -70,6 +74,7 @@ def test_alignment_table(monkeypatch: pytest.MonkeyPatch) -> None:
         sample_ids=("a", "b"),
     )
     layer = ReadingLayer()
+    monkeypatch.setattr("eagle3.draft.ttt.embeds_heads", layer.embeds_heads)
     monkeypatch.setattr("eagle3.draft.ttt.project", layer.project)
     monkeypatch.setattr("eagle3.draft.ttt.finish", layer.finish)
     names = SimpleNamespace(query="query", key_value="key_value", query_key_value="query_key_value")

@@ -20,6 +20,14 @@ class RopeTables(NamedTuple):
     sin: Tensor  # (P, d/2)
 
 
+class TokenHeads(NamedTuple):
+    """What tokens add to the heads of the rows that read them."""
+
+    table: Tensor  # (T, H, d)
+    tokens: Tensor  # (N,) int64: which of T each row reads, no two the same one; -1 for none
+    first: int  # the table's head that belongs to a row's first
+
+
 class NormGradients(NamedTuple):
     """Gradients of a norm's inputs."""
 
@@ -37,34 +45,15 @@ def norm(
     weight: Tensor,  # (D,)
     eps: float,
     index: Tensor | None = None,  # (N,) int64: which of `states` each row reads
+    dtype: torch.dtype | None = None,  # of what is returned; the states' by default
 ) -> Tensor:  # (N, D)
     """Returns Llama's RMSNorm of each row."""
     if has_kernels(states):
         num_rows = states.shape[0] if index is None else index.numel()
-        normed = states.new_empty(num_rows, states.shape[1])
+        normed = states.new_empty(num_rows, states.shape[1], dtype=dtype)
         _kernels().norm(states, weight, eps, normed, index=index)
         return normed
-    return _plain_norm(states if index is None else states[index], weight, eps)
-
-
-def joined_norms(
-    embed_tokens: Tensor,  # (V, D)
-    token_ids: Tensor,  # (N,)
-    hidden_states: Tensor,  # (N, D)
-    embeds_weight: Tensor,  # (D,)
-    hidden_weight: Tensor,  # (D,)
-    eps: float,
-) -> Tensor:  # (N, 2D)
-    """Joins tokens' embeddings and hidden states, each with its own norm."""
-    if has_kernels(hidden_states):
-        num_rows, width = hidden_states.shape
-        joined = hidden_states.new_empty(num_rows, 2 * width)
-        _kernels().norm(embed_tokens, embeds_weight, eps, joined[:, :width], index=token_ids)
-        _kernels().norm(hidden_states, hidden_weight, eps, joined[:, width:])
-        return joined
-    embeds = F.embedding(token_ids, embed_tokens)
-    parts = [_plain_norm(embeds, embeds_weight, eps), _plain_norm(hidden_states, hidden_weight, eps)]
-    return torch.cat([part.to(hidden_states.dtype) for part in parts], dim=-1)
+    return _plain_norm(states if index is None else states[index], weight, eps).to(dtype or states.dtype)
 
 
 def add_norm(residual: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -134,16 +123,37 @@ def rotate(
     heads: Tensor,  # (N, n, d)
     positions: Tensor,  # (N,) int64
     tables: RopeTables,
-    num_rotated: int,  # heads; the rest is copied
-    direction: float = 1.0,  # -1 turns back, which is the gradient's way
+    num_rotated: int,  # heads; the rest is not turned
+    added: TokenHeads,
 ) -> Tensor:  # (N, n, d)
-    """Applies RoPE to the first heads."""
+    """Adds what tokens give, then applies RoPE to the first heads."""
     if has_kernels(heads):
         rotated = torch.empty_like(heads)
-        _kernels().rotate(heads, rotated, num_rotated, positions, *tables, direction)
+        _kernels().rotate(heads, rotated, num_rotated, positions, *tables, *added, backward=False)
         return rotated
-    cos, sin = tables.cos[positions][:, None], tables.sin[positions][:, None] * direction  # (N, 1, d/2)
+    cos, sin = tables.cos[positions][:, None], tables.sin[positions][:, None]  # (N, 1, d/2)
+    heads = heads + take(added.table[:, added.first : added.first + heads.shape[1]], added.tokens)
     return torch.cat([apply_rope(heads[:, :num_rotated], cos, sin), heads[:, num_rotated:]], dim=1)
+
+
+def rotate_backward(
+    grad: Tensor,  # (N, n, d)
+    positions: Tensor,  # (N,) int64
+    tables: RopeTables,
+    num_rotated: int,
+    grad_added: TokenHeads,
+) -> Tensor:  # (N, n, d)
+    """Returns the gradient of the heads, and adds it to that of what tokens gave, in place."""
+    if has_kernels(grad):
+        turned = torch.empty_like(grad)
+        _kernels().rotate(grad, turned, num_rotated, positions, *tables, *grad_added, backward=True)
+        return turned
+    cos, sin = tables.cos[positions][:, None], -tables.sin[positions][:, None]  # (N, 1, d/2)
+    turned = torch.cat([apply_rope(grad[:, :num_rotated], cos, sin), grad[:, num_rotated:]], dim=1)
+    there = grad_added.tokens >= 0
+    table = grad_added.table[:, grad_added.first : grad_added.first + grad.shape[1]]
+    table.index_add_(0, grad_added.tokens[there], turned[there].to(table.dtype))
+    return turned
 
 
 def apply_rope(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # (N, n, d), (N, 1, d/2) -> (N, n, d)

@@ -3,6 +3,9 @@
 The same layer as `model`, which decoding uses: a test holds them together. What a step keeps for its backward is
 what a matrix product made or what attention needs; norms and the gated product are made again, one read of what is
 kept. That halves the memory of a step for one part in a hundred of its time.
+
+What the layer multiplies with a token's embedding does not depend on the draft step: it is made once for each token,
+and every row that reads the token at any step adds it to what comes of its hidden state.
 """
 
 from typing import Any, NamedTuple
@@ -13,12 +16,13 @@ from torch.autograd.function import once_differentiable
 
 from eagle3.draft.fusion import (
     RopeTables,
+    TokenHeads,
     add_norm,
     embeds_norm_backward,
-    joined_norms,
     norm,
     norm_backward,
     rotate,
+    rotate_backward,
     swiglu,
     swiglu_backward,
 )
@@ -30,9 +34,10 @@ class LayerWeights(NamedTuple):
 
     embeds_norm: Tensor  # (D,)
     hidden_norm: Tensor  # (D,)
-    query: Tensor  # (n_q d, 2D)
-    key_value: Tensor  # (2 n_kv d, 2D)
-    query_key_value: Tensor  # (n_q d + 2 n_kv d, 2D)
+    of_embeds: Tensor  # (n_q d + 2 n_kv d, D) makes queries, keys and values of embeddings
+    query: Tensor  # (n_q d, D) of hidden states, as the next two
+    key_value: Tensor  # (2 n_kv d, D)
+    query_key_value: Tensor  # (n_q d + 2 n_kv d, D)
     attention_output: Tensor  # (D, n_q d)
     mlp_norm: Tensor  # (D,)
     gate_up: Tensor  # (2I, D)
@@ -49,11 +54,12 @@ def layer_weights(drafter: Eagle3Drafter) -> LayerWeights:
     def joined(*linears: torch.nn.Linear) -> Tensor:
         return torch.cat([linear.weight.to(dtype) for linear in linears])
 
-    query_key_value = joined(attention.q_proj, attention.k_proj, attention.v_proj)
+    of_embeds, query_key_value = joined(attention.q_proj, attention.k_proj, attention.v_proj).chunk(2, dim=1)
     query_size = attention.q_proj.out_features
     return LayerWeights(
         embeds_norm=layer.input_layernorm.weight,
         hidden_norm=layer.hidden_norm.weight,
+        of_embeds=of_embeds,
         query=query_key_value[:query_size],
         key_value=query_key_value[query_size:],
         query_key_value=query_key_value,
@@ -75,29 +81,34 @@ class Rotation(NamedTuple):
     head_dim: int
 
 
-def project(
+def embeds_heads(
     embed_tokens: Tensor,  # (V, D) frozen
-    token_ids: Tensor,  # (N,)
+    token_ids: Tensor,  # (T,)
+    weights: LayerWeights,
+    head_dim: int,
+) -> Tensor:  # (T, n_q + 2 n_kv, d)
+    """Returns what each token's embedding gives to queries, keys and values, before RoPE."""
+    table: Tensor = _EmbedsHeads.apply(embed_tokens, token_ids, weights.embeds_norm, weights.of_embeds, weights.eps)
+    return table.unflatten(1, (-1, head_dim))
+
+
+def project(
+    added: TokenHeads,
     hidden_states: Tensor,  # (N, D)
     weights: LayerWeights,
-    matrix: Tensor,  # (n d, 2D) of the weights
+    matrix: Tensor,  # (n d, D) of the weights
     rotation: Rotation,
-) -> tuple[Tensor, Tensor]:
-    """Makes attention's inputs (N, n, d), RoPE applied; returns the hidden states (N, D) too, for the residual stream.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Makes attention's inputs (N, n, d), RoPE applied; returns hidden states and the tokens' table too.
 
-    A residual that is taken from here brings its gradient back here, where it joins the norm's in one pass.
+    A residual (N, D) that is taken from here brings its gradient back here, where it joins the norm's in one pass. The
+    next call must be given the table (T, H, d) that this one returned: its gradient runs back along the calls, each of
+    which adds to it in place.
     """
-    projected, residual = _Projection.apply(
-        embed_tokens,
-        token_ids,
-        hidden_states,
-        weights.embeds_norm,
-        weights.hidden_norm,
-        matrix,
-        weights.eps,
-        rotation,
+    projected, residual, table = _Projection.apply(
+        added.table, added.tokens, added.first, hidden_states, weights.hidden_norm, matrix, weights.eps, rotation
     )
-    return projected, residual
+    return projected, residual, table
 
 
 def finish(
@@ -119,37 +130,64 @@ def finish(
     return output, normed
 
 
-class _Projection(torch.autograd.Function):
+class _EmbedsHeads(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,  # torch leaves it untyped: it holds whatever is put there
         embed_tokens: Tensor,
         token_ids: Tensor,
-        hidden: Tensor,
         embeds_norm: Tensor,
+        matrix: Tensor,
+        eps: float,
+    ) -> Tensor:
+        ctx.save_for_backward(embed_tokens, token_ids, embeds_norm, matrix)
+        ctx.eps = eps
+        return norm(embed_tokens, embeds_norm, eps, index=token_ids, dtype=matrix.dtype) @ matrix.T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        embed_tokens, token_ids, embeds_norm, matrix = ctx.saved_tensors
+        grad_matrix = grad.T @ norm(embed_tokens, embeds_norm, ctx.eps, index=token_ids, dtype=matrix.dtype)
+        grad_norm = embeds_norm_backward(embed_tokens, token_ids, embeds_norm, ctx.eps, grad @ matrix)
+        return None, None, grad_norm, grad_matrix, None
+
+
+class _Projection(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        table: Tensor,
+        tokens: Tensor,
+        first_head: int,
+        hidden: Tensor,
         hidden_norm: Tensor,
         matrix: Tensor,
         eps: float,
         rotation: Rotation,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(embed_tokens, token_ids, hidden, embeds_norm, hidden_norm, matrix)
-        ctx.eps, ctx.rotation = eps, rotation
-        heads = joined_norms(embed_tokens, token_ids, hidden, embeds_norm, hidden_norm, eps) @ matrix.T
-        heads = heads.unflatten(1, (-1, rotation.head_dim))  # (N, n, d)
-        return rotate(heads, rotation.positions, rotation.tables, rotation.num_rotated), hidden.view_as(hidden)
+        ctx.save_for_backward(tokens, hidden, hidden_norm, matrix)
+        ctx.table_shape, ctx.first_head, ctx.eps, ctx.rotation = table.shape, first_head, eps, rotation
+        heads = (norm(hidden, hidden_norm, eps) @ matrix.T).unflatten(1, (-1, rotation.head_dim))  # (N, n, d)
+        added = TokenHeads(table, tokens, first_head)
+        heads = rotate(heads, rotation.positions, rotation.tables, rotation.num_rotated, added)
+        return heads, hidden.view_as(hidden), table.view_as(table)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, grad_residual: Tensor | None) -> tuple[Tensor | None, ...]:
-        embed_tokens, token_ids, hidden, embeds_norm, hidden_norm, matrix = ctx.saved_tensors
-        eps, rotation, width = ctx.eps, ctx.rotation, hidden.shape[1]
-        grad = rotate(grad, rotation.positions, rotation.tables, rotation.num_rotated, direction=-1.0).flatten(1)
-        grad_joined = grad @ matrix  # (N, 2D)
-        grad_matrix = grad.T @ joined_norms(embed_tokens, token_ids, hidden, embeds_norm, hidden_norm, eps)
-        hidden_grads = norm_backward(hidden, hidden_norm, eps, grad_joined[:, width:], added=grad_residual)
-        grad_embeds_norm = embeds_norm_backward(embed_tokens, token_ids, embeds_norm, eps, grad_joined[:, :width])
-        return None, None, hidden_grads.states, grad_embeds_norm, hidden_grads.weight, grad_matrix, None, None
+    def backward(
+        ctx: Any, grad: Tensor, grad_residual: Tensor | None, grad_table: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        tokens, hidden, hidden_norm, matrix = ctx.saved_tensors
+        eps, rotation = ctx.eps, ctx.rotation
+        if grad_table is None:  # no later call
+            grad_table = grad.new_zeros(ctx.table_shape)
+        grad_added = TokenHeads(grad_table, tokens, ctx.first_head)
+        grad = rotate_backward(grad, rotation.positions, rotation.tables, rotation.num_rotated, grad_added).flatten(1)
+        grad_matrix = grad.T @ norm(hidden, hidden_norm, eps)
+        grads = norm_backward(hidden, hidden_norm, eps, grad @ matrix, added=grad_residual)
+        return grad_table, None, None, grads.states, grads.weight, grad_matrix, None, None
 
 
 class _Finish(torch.autograd.Function):

@@ -104,18 +104,30 @@ def rotate(
     positions: Tensor,  # (N,) int64
     cos: Tensor,  # (P, d/2) fp32
     sin: Tensor,  # (P, d/2) fp32
-    direction: float,  # 1 turns, -1 turns back
+    table: Tensor,  # (T, H, d)
+    index: Tensor,  # (N,) int64, each row of the table at most once; below 0 for none
+    first_head: int,  # of the table's
+    *,
+    backward: bool,
 ) -> None:
-    """Applies RoPE to the first heads and copies the rest."""
+    """Adds rows of the table to the heads and applies RoPE to the first of them, or goes back.
+
+    Backward, heads are turned back, and what comes of it is added to the table, which is its gradient then.
+    """
     num_rows, num_heads, head_dim = heads.shape
     assert heads.is_contiguous(), heads.stride()
+    assert table.is_contiguous(), table.stride()
     _rotate_kernel[(num_rows, triton.cdiv(num_heads, HEADS_PER_PROGRAM))](
         heads,
         rotated,
         positions,
         cos,
         sin,
-        direction,
+        table,
+        index,
+        first_head,
+        TABLE_HEADS=table.shape[1],
+        BACKWARD=backward,
         HEADS=num_heads,
         ROTATED=num_rotated,
         HALF=head_dim // 2,
@@ -246,7 +258,11 @@ def _rotate_kernel(
     positions,
     cos,
     sin,
-    direction,
+    table,
+    index,
+    first_head,
+    TABLE_HEADS: tl.constexpr,
+    BACKWARD: tl.constexpr,
     HEADS: tl.constexpr,
     ROTATED: tl.constexpr,
     HALF: tl.constexpr,
@@ -258,7 +274,9 @@ def _rotate_kernel(
     lane = tl.arange(0, HALF_BLOCK)
     angle = tl.load(positions + row) * HALF + lane
     c = tl.load(cos + angle, mask=lane < HALF, other=0.0)
-    s = tl.load(sin + angle, mask=lane < HALF, other=0.0) * direction
+    s = tl.load(sin + angle, mask=lane < HALF, other=0.0)
+    if BACKWARD:
+        s = -s
     turns = (head < ROTATED)[:, None]
     c = tl.where(turns, c[None, :], 1.0)
     s = tl.where(turns, s[None, :], 0.0)
@@ -266,8 +284,21 @@ def _rotate_kernel(
     at = (row * HEADS + head)[:, None] * (2 * HALF) + lane[None, :]
     first = tl.load(heads + at, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(heads + at + HALF, mask=mask, other=0.0).to(tl.float32)
-    tl.store(rotated + at, (first * c - second * s).to(rotated.dtype.element_ty), mask=mask)
-    tl.store(rotated + at + HALF, (second * c + first * s).to(rotated.dtype.element_ty), mask=mask)
+    token = tl.load(index + row)
+    in_table = (token * TABLE_HEADS + first_head + head)[:, None] * (2 * HALF) + lane[None, :]
+    given = mask & (token >= 0)
+    table_first = tl.load(table + in_table, mask=given, other=0.0).to(tl.float32)
+    table_second = tl.load(table + in_table + HALF, mask=given, other=0.0).to(tl.float32)
+    if not BACKWARD:
+        first += table_first
+        second += table_second
+    turned_first = first * c - second * s
+    turned_second = second * c + first * s
+    tl.store(rotated + at, turned_first.to(rotated.dtype.element_ty), mask=mask)
+    tl.store(rotated + at + HALF, turned_second.to(rotated.dtype.element_ty), mask=mask)
+    if BACKWARD:
+        tl.store(table + in_table, (table_first + turned_first).to(table.dtype.element_ty), mask=given)
+        tl.store(table + in_table + HALF, (table_second + turned_second).to(table.dtype.element_ty), mask=given)
 
 
 @triton.jit

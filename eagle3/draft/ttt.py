@@ -14,8 +14,8 @@ from torch import Tensor
 from eagle3.config import UserError
 from eagle3.draft.attention import Places, draft_attention
 from eagle3.draft.context_attention import Documents
-from eagle3.draft.fusion import TakeRows
-from eagle3.draft.layer import Rotation, finish, layer_weights, project
+from eagle3.draft.fusion import TakeRows, TokenHeads
+from eagle3.draft.layer import Rotation, embeds_heads, finish, layer_weights, project
 from eagle3.draft.model import Eagle3Drafter
 from eagle3.features.record import FeatureSample, supervised_rows
 
@@ -129,6 +129,7 @@ class Chains:
     """The draft steps of a pack, one after another; which rows go on is told at each."""
 
     context: Tensor  # (T, 2 n_kv, d) step-0 keys and values, once the first step has run
+    _embeds: Tensor  # (T, n_q + 2 n_kv, d) what each token's embedding gives to the rows that read it
     _hidden: Tensor  # (R_(k-1), D) what the step before hands on
     _places: Places  # of the step before
 
@@ -169,14 +170,15 @@ class Chains:
 
     def _first(self, places: Places) -> tuple[Tensor, Tensor]:  # queries (R_0, n_q, d), residual (R_0, D)
         """Makes the keys and values of all tokens, and queries of the rows."""
-        config, positions = self._drafter.config, self._packed.positions
+        config, positions, weights = self._drafter.config, self._packed.positions, self._weights
+        self._embeds = embeds_heads(self._embed_tokens, self._packed.input_ids, weights, config.head_dim)
         hidden = self._drafter.fuse(self._packed.aux_hidden_states)  # (T, D)
-        next_ids = _next_ids(self._packed)
-        num_kv_heads = config.num_key_value_heads
-        self.context, _ = self._project(next_ids, hidden, self._weights.key_value, positions, num_kv_heads)
+        num_queries, num_keys = config.num_attention_heads, config.num_key_value_heads
+        next_tokens = _next_tokens(self._packed)
+        self.context, _ = self._project(next_tokens, hidden, weights.key_value, positions, num_queries, num_keys)
         hidden = TakeRows.apply(hidden, places.rows, places.row_of_token)  # (R_0, D)
         rows = places.rows
-        return self._project(next_ids[rows], hidden, self._weights.query, positions[rows], config.num_attention_heads)
+        return self._project(rows + 1, hidden, weights.query, positions[rows], 0, num_queries)
 
     def _next(self, places: Places) -> tuple[Tensor, Tensor]:  # (R_k, n_q + 2 n_kv, d), residual (R_k, D)
         """Makes queries, keys and values of the rows that go on, from what they put out."""
@@ -186,16 +188,24 @@ class Chains:
         hidden = self._hidden
         if places.rows.numel() < before.rows.numel():
             hidden = TakeRows.apply(hidden, before.row_of_token[places.rows], places.row_of_token[before.rows])
-        token_ids = self._packed.input_ids[places.rows + 1 + self._step]
+        tokens = places.rows + 1 + self._step
         positions = self._packed.positions[places.rows] + self._step
         num_rotated = config.num_attention_heads + config.num_key_value_heads
-        return self._project(token_ids, hidden, self._weights.query_key_value, positions, num_rotated)
+        return self._project(tokens, hidden, self._weights.query_key_value, positions, 0, num_rotated)
 
     def _project(
-        self, token_ids: Tensor, hidden: Tensor, matrix: Tensor, positions: Tensor, num_rotated: int
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        tokens: Tensor,  # (N,) that each row reads, -1 for none
+        hidden: Tensor,  # (N, D)
+        matrix: Tensor,  # (n d, D)
+        positions: Tensor,  # (N,)
+        first_head: int,
+        num_rotated: int,
+    ) -> tuple[Tensor, Tensor]:  # heads (N, n, d), residual (N, D)
         rotation = Rotation(positions, self._tables, num_rotated, self._drafter.config.head_dim)
-        return project(self._embed_tokens, token_ids, hidden, self._weights, matrix, rotation)
+        added = TokenHeads(self._embeds, tokens, first_head)
+        heads, residual, self._embeds = project(added, hidden, self._weights, matrix, rotation)
+        return heads, residual
 
 
 def unroll(
@@ -233,13 +243,13 @@ def chain_matches(
     return ChainMatches(rows=rows, matches=matches)
 
 
-def _next_ids(packed: PackedSequences) -> Tensor:  # (T,)
+def _next_tokens(packed: PackedSequences) -> Tensor:  # (T,)
     """Returns each token's successor.
 
-    A document's last token has none and gets itself; no counted row attends to it.
+    A document's last token has none and gets -1; no counted row attends to it.
     """
     has_next = packed.positions.roll(-1) > packed.positions
-    return torch.where(has_next, packed.input_ids.roll(-1), packed.input_ids)
+    return torch.where(has_next, torch.arange(1, has_next.numel() + 1, device=has_next.device), -1)
 
 
 def _cat_states(states: list[Tensor]) -> Tensor:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from eagle3.draft.attention import Places, draft_attention
 from eagle3.draft.context_attention import Documents
-from eagle3.draft.layer import Rotation, finish, layer_weights, project
+from eagle3.draft.fusion import TokenHeads
+from eagle3.draft.layer import Rotation, embeds_heads, finish, layer_weights, project
 from eagle3.draft.model import Eagle3Drafter
 from eagle3.draft.ttt import ROWS_PER_CHUNK, ChainMatches, Chains, PackedSequences
 from eagle3.evaluation.chains import is_right
@@ -54,8 +55,9 @@ def draft_trees(
     beam_candidates = torch.arange(topk, device=rows.device).expand(rows.numel(), -1)
     context = chains.context
     tables = drafter.rope_tables(max(packed.document_lengths, default=0) + num_steps)
+    every_row = torch.arange(rows.numel(), device=rows.device)
     row_of_token = torch.full_like(packed.input_ids, -1)
-    row_of_token[rows] = torch.arange(rows.numel(), device=rows.device)
+    row_of_token[rows] = every_row
     places = Places(rows, row_of_token, Documents.of(packed.document_lengths, packed.input_ids.device))
     links = [context.new_zeros(num_steps - 1, *context.shape) for _ in range(topk)]  # keys and values by place
     num_rotated = config.num_attention_heads + config.num_key_value_heads
@@ -63,9 +65,8 @@ def draft_trees(
         grown_probs, grown_tokens, outputs = [], [], []
         rotation = Rotation(packed.positions[rows] + index, tables, num_rotated, config.head_dim)
         for place in range(topk):
-            projected, residual = project(
-                embed_tokens, beams[:, place], hidden[:, place], weights, weights.query_key_value, rotation
-            )
+            embeds = TokenHeads(embeds_heads(embed_tokens, beams[:, place], weights, config.head_dim), every_row, 0)
+            projected, residual, _ = project(embeds, hidden[:, place], weights, weights.query_key_value, rotation)
             attended, link = draft_attention(projected, context, links[place], index, places)
             assert link is not None, place
             links[place] = link

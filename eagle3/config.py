@@ -188,7 +188,10 @@ class RunConfig:
     save_every: int = 500  # optimizer steps
     validate_every: int = 500  # optimizer steps; the last step always validates
     log_every: int = 10  # optimizer steps
-    keep_last: int = 2  # checkpoints; the best one is kept besides
+    keep_last: int = 2  # checkpoints
+    keep_best: int = 1  # besides: those with the highest held-out tau; a new best one is always saved
+    patience: int | None = None  # validations in a row without a new best tau, after which training ends; null: never
+    stop_after: float | None = None  # minutes of one session, after which it saves and ends, to be resumed; null: never
     seed: int = 0
     mixed_precision: Literal["no", "bf16"] = "bf16"
     deepspeed: str | None = None  # a DeepSpeed JSON under configs/deepspeed/ (or a path); null: DDP

@@ -1,6 +1,7 @@
 """Trains as train.py does, in a process that a test launches, and tells what it saw.
 
-FACTS is a directory that gets one JSON file from each rank; --send sends this process a signal before a step.
+FACTS is a directory that gets one JSON file from each rank; --send sends this process a signal before a step, or with
+--micro-step before the backward of one of its micro-steps.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 from accelerate import Accelerator
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from eagle3.cli import run_command
@@ -28,15 +30,31 @@ def main() -> None:
     parser.add_argument("config", type=Path)
     parser.add_argument("facts", type=Path)
     parser.add_argument("--send", type=int, nargs=3, metavar=("SIGNAL", "RANK", "STEP"), default=(0, 0, 0))
+    parser.add_argument("--micro-step", type=int, default=0)
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_intermixed_args()
     number, signalled_rank, step = arguments.send
     facts: dict[str, Any] = {"num_steps": 0}
 
-    def take_noted_step(engine: Engine, batch: StepBatch, **settings: Any) -> StepResult:
-        facts["num_steps"] += 1
+    num_backward = [0]
+
+    def send(engine: Engine) -> None:
         if number and facts["num_steps"] == step and engine.world.rank == signalled_rank:
             os.kill(os.getpid(), signal.Signals(number))
+
+    backward = Engine.backward
+
+    def noted_backward(engine: Engine, loss: Tensor) -> None:
+        num_backward[0] += 1
+        if arguments.micro_step and num_backward[0] == arguments.micro_step:
+            send(engine)
+        backward(engine, loss)
+
+    def take_noted_step(engine: Engine, batch: StepBatch, **settings: Any) -> StepResult:
+        facts["num_steps"] += 1
+        if arguments.micro_step == 0:
+            send(engine)
+        num_backward[0] = 0
         result = take_step(engine, batch, **settings)
         facts.update(
             rank=engine.world.rank,
@@ -57,6 +75,7 @@ def main() -> None:
 
     with (
         mock.patch.object(trainer, "take_step", take_noted_step),
+        mock.patch.object(Engine, "backward", noted_backward),
         mock.patch.object(Accelerator, "end_training", end_noted_training),
     ):
         trainer.train(load_config(TrainConfig, arguments.config, arguments.overrides))

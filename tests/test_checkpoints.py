@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tiny_training import tiny_config, write_target_and_store
 
 from eagle3.config import OptimizerConfig, RunConfig, TrainConfig, UserError
@@ -69,10 +70,52 @@ def test_a_half_written_checkpoint_is_passed_over(
     assert sorted(each.name for each in tmp_path.iterdir()) == ["step-000100", "step-000200"]
 
 
+@pytest.mark.parametrize(
+    ("name", "damaged"),
+    [
+        (TENSORS_NAME, "exp_avg.fc.weight in state.safetensors are not what was written"),
+        (STATE_NAME, "state.json is not"),
+    ],
+)
+def test_a_flipped_byte_is_refused_by_name(
+    tmp_path: Path, name: str, damaged: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_checkpoint(tmp_path, TENSORS, at(100))
+    path = save_checkpoint(tmp_path, TENSORS, at(200)) / name
+    content = bytearray(path.read_bytes())
+    # The tensors lie in the order of their names, the state's step is one of its digits.
+    place = content.index(b"200") if name == STATE_NAME else len(content) - 25
+    content[place] ^= 1
+    path.write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        found = newest_checkpoint(tmp_path)
+    assert found is not None
+    assert found.state.step == 100
+    assert f"step-000200 is passed over, it is not whole: {damaged}" in caplog.text
+
+
+def test_tensors_that_are_not_those_of_the_state_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = save_checkpoint(tmp_path, TENSORS, STATE)
+    save_file({"master.fc.weight": TENSORS["master.fc.weight"]}, path / TENSORS_NAME)
+    with caplog.at_level(logging.WARNING):
+        assert newest_checkpoint(tmp_path) is None
+    assert "state.safetensors does not hold the tensors that were written" in caplog.text
+
+
+def test_what_killed_saves_left_goes_with_the_next_one(tmp_path: Path) -> None:
+    (tmp_path / ".step-000300.tmp").mkdir()
+    save_checkpoint(tmp_path, TENSORS, STATE)
+    assert [each.name for each in tmp_path.iterdir()] == ["step-000100"]
+
+
 def test_the_last_ones_and_the_best_are_kept(tmp_path: Path) -> None:
-    for step in (5, 10, 15, 20, 1_000_000):
-        save_checkpoint(tmp_path, TENSORS, at(step))
-    prune_checkpoints(tmp_path, keep_last=2, best_step=10)
+    taus = {5: 1.5, 10: 1.7, 15: 1.6, 20: 1.7, 1_000_000: None}
+    for step, tau in taus.items():
+        # At 20 the tau is that of a step before.
+        state = dataclasses.replace(at(step), tau=tau, validated_step=step if step != 20 else 18)
+        save_checkpoint(tmp_path, TENSORS, state)
+    (tmp_path / "step-000015" / STATE_NAME).write_text("{")  # no tau, but a name
+    prune_checkpoints(tmp_path, keep_last=2, keep_best=1)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["step-000010", "step-000020", "step-1000000"]
     assert newest_checkpoint(tmp_path) is not None
 
@@ -111,7 +154,8 @@ def test_another_store_is_refused_by_digest(tmp_path: Path) -> None:
 def test_what_does_not_change_the_maths_may_change(tmp_path: Path) -> None:
     run = RunConfig(
         dir="elsewhere", resume="auto", epochs=10, max_steps=10, save_every=1, validate_every=2, log_every=3,
-        keep_last=4, mixed_precision="no", deepspeed="zero2", deterministic=True,
+        keep_last=4, keep_best=2, patience=3, stop_after=1.0, mixed_precision="no", deepspeed="zero2",
+        deterministic=True,
     )  # fmt: skip
     data = dataclasses.replace(CONFIG.data, path="moved", batch_tokens=17)
     resumed_with(dataclasses.replace(CONFIG, run=run, data=data), tmp_path)

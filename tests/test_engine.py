@@ -14,6 +14,7 @@ from eagle3.training.distributed import start
 from eagle3.training.engine import Engine, TTTModule
 from eagle3.training.inputs import Inputs, load_inputs
 from eagle3.training.optimizer_step import take_step
+from eagle3.training.stopping import StopSignal
 from eagle3.training.validation import validate
 
 
@@ -101,17 +102,19 @@ def test_held_out_tau_does_not_depend_on_how_samples_are_packed(base: TrainConfi
     engine, inputs, batch = make_engine(base)
     for _ in range(4):
         take_step(engine, batch, learning_rate=1e-2)
-    found = [
-        validate(
+    found = []
+    for batch_tokens in (20, 1000):
+        validation = validate(
             engine.module,
             inputs.store,
             inputs.held_out_indices,
             batch_tokens=batch_tokens,
             world=engine.world,
             bars=Progress(disable=True),
+            stop=StopSignal(),
         )
-        for batch_tokens in (20, 1000)
-    ]
+        assert validation is not None
+        found.append(validation)
     assert found[0].acceptance == found[1].acceptance
     assert found[0].acceptance.tau > 1.0
     # fp64 sums of fp32 rows that other kernels made of other shapes

@@ -1,6 +1,7 @@
 """One large batch = micro-steps = ranks = DeepSpeed; a killed run ends as an undisturbed one; the best tau is kept."""
 
 import dataclasses
+import errno
 import json
 import logging
 import math
@@ -9,7 +10,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,11 +28,12 @@ from eagle3.draft.questions import read_questions
 from eagle3.draft.target_weights import load_target_config
 from eagle3.features.manifest import read_manifest
 from eagle3.features.store import FeatureStore
-from eagle3.training import trainer
+from eagle3.training import saves, stopping, trainer
 from eagle3.training.batches import StepBatch
+from eagle3.training.checkpoints import TrainState, newest_checkpoint, save_checkpoint
 from eagle3.training.engine import Engine
 from eagle3.training.optimizer_step import StepResult, take_step
-from eagle3.training.trainer import StopSignal, train
+from eagle3.training.trainer import train
 from eagle3.training.validation import Validation, validate
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,6 +41,7 @@ WORKER = Path(__file__).with_name("launched_training.py")
 LAUNCH = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
 TWO_RANKS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 STEPS = 6
+EXACT = ("step", "loss", "grad_norm", "learning_rate", "held_out/tau")  # of a line of metrics: no times
 
 # fp32 sums in another order, of each tensor's largest element: 2e-6 was the most that six steps made of it.
 TOLERANCE = 1e-5
@@ -89,6 +94,26 @@ def assert_same_training(run_dir: Path, reference: Path) -> None:
                 assert line[name] == pytest.approx(wanted_line[name], rel=LOSS_TOLERANCE), (line["step"], name)
 
 
+def assert_same_bits(run_dir: Path, reference: Path, step: int = STEPS) -> None:
+    """Compares the state after the last step, and the exported drafter."""
+    state, wanted = state_of(run_dir, step), state_of(reference, step)
+    assert all(torch.equal(state[name], wanted[name]) for name in wanted)
+    exported = [path / "drafter" / "model.safetensors" for path in (run_dir, reference)]
+    assert exported[0].read_bytes() == exported[1].read_bytes()
+
+
+def impose_taus(monkeypatch: pytest.MonkeyPatch, values: list[float]) -> None:
+    """Has the validations find these held-out taus, one after the other."""
+    taus = iter(values)
+
+    def validate_as_told(*arguments: Any, **settings: Any) -> Validation:
+        found = validate(*arguments, **settings)
+        assert found is not None
+        return dataclasses.replace(found, acceptance=dataclasses.replace(found.acceptance, tau=next(taus)))
+
+    monkeypatch.setattr(trainer, "validate", validate_as_told)
+
+
 def launch(
     command: list[str], config: TrainConfig, directory: Path, *arguments: str
 ) -> subprocess.CompletedProcess[str]:
@@ -139,13 +164,7 @@ def test_the_best_validations_questions_add_up_to_its_tau(base: TrainConfig, und
 def test_the_exported_drafter_is_the_best_one(
     base: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taus = iter([9.0, 1.5, 1.7, 1.6, 1.7, 1.2, 1.1])  # of steps 0 to 6; the first is the untrained drafter's
-
-    def validate_as_told(*arguments: Any, **settings: Any) -> Validation:
-        found = validate(*arguments, **settings)
-        return dataclasses.replace(found, acceptance=dataclasses.replace(found.acceptance, tau=next(taus)))
-
-    monkeypatch.setattr(trainer, "validate", validate_as_told)
+    impose_taus(monkeypatch, [9.0, 1.5, 1.7, 1.6, 1.7, 1.2, 1.1])  # of steps 0 to 6; first the untrained drafter's
     run_dir = train(with_run(base, dir=str(tmp_path / "run"), validate_every=1, save_every=6, keep_last=1))
     assert sorted(path.name for path in run_dir.glob("step-*")) == ["step-000002", "step-000006"]
     state = json.loads((run_dir / "step-000006" / "state.json").read_text())
@@ -296,6 +315,103 @@ def test_a_killed_run_ends_bit_for_bit_as_an_undisturbed_one(
     assert len(json.loads((resumed / "run.json").read_text())["sessions"]) == 2
 
 
+def test_patience_ends_a_run_that_is_no_better(
+    base: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    impose_taus(monkeypatch, [9.0, 1.5, 1.7, 1.6, 1.7])  # of steps 0 to 4: an equal one is no better
+    config = with_run(base, dir=str(tmp_path / "run"), validate_every=1, save_every=6, keep_last=1, patience=2)
+    with caplog.at_level(logging.INFO):
+        run_dir = train(config)
+    assert "no better tau in 2 validations: training ends (run.patience)" in caplog.text
+    assert sorted(path.name for path in run_dir.glob("step-*")) == ["step-000002", "step-000004"]
+    with caplog.at_level(logging.INFO):
+        train(with_run(config, resume="auto"))
+    assert "is complete: 4 of 6 steps" in caplog.text
+
+
+def test_a_run_goes_on_after_its_time_was_up(
+    base: TrainConfig,
+    undisturbed: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    seconds = [0.0]
+
+    def take_minute_step(*arguments: Any, **settings: Any) -> StepResult:
+        seconds[0] += 60
+        return take_step(*arguments, **settings)
+
+    config = with_run(base, dir=str(tmp_path / "run"), resume="auto")
+    with monkeypatch.context() as patch, caplog.at_level(logging.INFO):
+        patch.setattr(trainer, "take_step", take_minute_step)
+        patch.setattr(stopping, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
+        run_dir = train(with_run(config, stop_after=3.5))
+    # After four steps it is up, which the fifth one tells all ranks.
+    assert f"stopped (run.stop_after=3.5 minutes): saved {run_dir / 'step-000005'}" in caplog.text
+    assert_same_bits(train(config), undisturbed)
+
+
+def test_a_run_without_time_for_its_first_validation_leaves_no_checkpoint(
+    base: TrainConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        run_dir = train(with_run(base, dir=str(tmp_path / "run"), stop_after=1e-9))
+    assert "stopped (run.stop_after=1e-09 minutes) before the first step" in caplog.text
+    assert not list(run_dir.glob("step-*"))
+    assert not (run_dir / "metrics.jsonl").read_text()
+
+
+def test_a_signal_in_a_save_lets_it_end(
+    base: TrainConfig, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save_and_signal(run_dir: Path, tensors: dict[str, Tensor], state: TrainState) -> Path:
+        if state.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)
+        return save_checkpoint(run_dir, tensors, state)
+
+    monkeypatch.setattr(saves, "save_checkpoint", save_and_signal)
+    config = with_run(base, dir=str(tmp_path / "run"))
+    run_dir = train(config)
+    assert state_of(run_dir, 3).keys() == state_of(undisturbed, 3).keys()
+    newest = newest_checkpoint(run_dir)
+    assert newest is not None
+    assert 3 < newest.state.step < STEPS  # the steps went on while it was written
+    assert not list(run_dir.glob(".*"))
+    assert_same_bits(train(with_run(config, resume="auto")), undisturbed)
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run(
+    base: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device", "step-000003")
+
+    monkeypatch.setattr(saves, "save_checkpoint", fail)
+    with pytest.raises(OSError, match="No space left on device"):
+        train(with_run(base, dir=str(tmp_path / "run")))
+
+
+@pytest.mark.parametrize("deepspeed", [None, "zero2"])
+def test_two_ranks_killed_in_an_accumulation_end_bit_for_bit(
+    base: TrainConfig, tmp_path: Path, deepspeed: str | None
+) -> None:
+    """Ten steps are five, a kill of one rank between two micro-steps of the eighth, and five."""
+    config = with_batch_tokens(with_run(base, max_steps=10, save_every=5, validate_every=10, deepspeed=deepspeed), 20)
+    launch_worker(TWO_RANKS, with_run(config, dir=str(tmp_path / "whole")), tmp_path)
+    config = with_run(config, dir=str(tmp_path / "killed"), resume="auto")
+    send = ["--send", str(int(signal.SIGKILL)), "1", "8", "--micro-step", "2"]
+    killed = launch([*TWO_RANKS, str(WORKER)], config, tmp_path, "CONFIG", str(tmp_path), *send)
+    assert killed.returncode == 1, killed.stderr[-4000:]
+    assert max(line["step"] for line in metrics_of(tmp_path / "killed")) == 7
+    facts = launch_worker(TWO_RANKS, config, tmp_path)
+    assert [each["num_steps"] for each in facts] == [5, 5]
+    assert_same_bits(tmp_path / "killed", tmp_path / "whole", step=10)
+    for line, wanted in zip(metrics_of(tmp_path / "killed"), metrics_of(tmp_path / "whole"), strict=True):
+        assert [line.get(name) for name in EXACT] == [wanted.get(name) for name in EXACT]
+
+
 def test_a_run_that_is_stopped_at_its_last_step_is_validated_when_it_is_resumed(
     base: TrainConfig, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,13 +430,3 @@ def test_a_run_that_is_stopped_at_its_last_step_is_validated_when_it_is_resumed(
         assert [line["step"] for line in metrics_of(run_dir)] == [0, 1, 2, 3, 4, 5, 6, 6]
         assert metrics_of(run_dir)[-1]["held_out/tau"] == metrics_of(undisturbed)[-1]["held_out/tau"]
         assert (run_dir / "drafter" / "model.safetensors").is_file()
-
-
-def test_the_first_ctrl_c_is_noted_and_the_second_interrupts() -> None:
-    before = signal.getsignal(signal.SIGINT)  # ignored where the tests run in a shell's background
-    with StopSignal() as stop:
-        os.kill(os.getpid(), signal.SIGINT)
-        assert stop.requested
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before

@@ -1,7 +1,8 @@
 """Resumable state.
 
 RUN/step-000100/ holds `state.safetensors` (fp32 masters and moments, whole tensors under the drafter's names) and
-`state.json`. It appears whole or not at all, and any world size, DDP or DeepSpeed, goes on from it.
+`state.json`, with a checksum of each tensor. It appears whole or not at all, and any world size, DDP or DeepSpeed, goes
+on from it.
 """
 
 import dataclasses
@@ -14,12 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle3.config import TrainConfig, UserError, config_to_dict
 from eagle3.features.store import FeatureStore, digest_store
+from eagle3.features.stored import bytes_of
 from eagle3.files import PRIVATE, sync, write_whole
 from eagle3.training.batches import Position
 
@@ -33,8 +36,8 @@ STEP_PATTERN = re.compile(r"step-(\d{6,})")
 FREE_SETTINGS = {
     "target", "tracking", "data.path", "data.batch_tokens", "data.read_threads", "data.prefetch_steps",
     "data.cache_bytes",
-    "run.dir", "run.resume", "run.save_every", "run.validate_every", "run.log_every", "run.keep_last",
-    "run.deepspeed", "run.deterministic",
+    "run.dir", "run.resume", "run.save_every", "run.validate_every", "run.log_every", "run.keep_last", "run.keep_best",
+    "run.patience", "run.stop_after", "run.deepspeed", "run.deterministic",
 }  # fmt: skip
 
 
@@ -50,6 +53,8 @@ class TrainState:
     best_tau: float | None = None
     best_step: int | None = None
     validated_step: int | None = None  # the last step whose tau is known
+    tau: float | None = None  # of that step
+    num_worse: int = 0  # validations since the best one
 
 
 @dataclass(frozen=True)
@@ -77,40 +82,65 @@ def maths_of(config: TrainConfig) -> dict[str, Any]:
 
 def save_checkpoint(run_dir: Path, tensors: dict[str, Tensor], state: TrainState) -> Path:
     """Writes RUN/step-NNNNNN, down to the disk, and returns it."""
-    path = run_dir / f"step-{state.step:06d}"
+    path = checkpoint_path(run_dir, state.step)
     temporary = run_dir / f".{path.name}.tmp"
-    for left_over in (path, temporary):  # of a run that was killed, or damaged and passed over
+    # Of runs that were killed in a save, or a checkpoint that was damaged and passed over.
+    for left_over in (path, *run_dir.glob(".step-*.tmp")):
         shutil.rmtree(left_over, ignore_errors=True)
     temporary.mkdir(mode=0o700)
     save_file(tensors, temporary / TENSORS_NAME)
     sync(temporary / TENSORS_NAME)
-    write_whole(temporary / STATE_NAME, json.dumps(dataclasses.asdict(state), indent=1) + "\n", mode=PRIVATE)
+    record = dataclasses.asdict(state) | {
+        "tensor_digests": {name: _tensor_digest(tensor) for name, tensor in tensors.items()}
+    }
+    text = json.dumps(record | {"digest": _record_digest(record)}, indent=1) + "\n"
+    write_whole(temporary / STATE_NAME, text, mode=PRIVATE)
     os.replace(temporary, path)
     sync(run_dir)
     return path
 
 
-def prune_checkpoints(run_dir: Path, keep_last: int, best_step: int | None) -> None:
-    """Removes all but the last checkpoints and the best one."""
+def checkpoint_path(run_dir: Path, step: int) -> Path:
+    """Returns where the checkpoint of a step lies."""
+    return run_dir / f"step-{step:06d}"
+
+
+def prune_checkpoints(run_dir: Path, keep_last: int, keep_best: int) -> None:
+    """Removes all checkpoints but the last ones and those with the highest held-out tau."""
     paths = _step_paths(run_dir)
+    taus = {path: tau for path in paths if (tau := _own_tau(path)) is not None}
+    best = sorted(taus, key=lambda path: (-taus[path], _step_of(path)))[:keep_best]
     for path in paths[: max(0, len(paths) - keep_last)]:
-        if _step_of(path) != best_step:
+        if path not in best:
             shutil.rmtree(path)
 
 
 def newest_checkpoint(run_dir: Path) -> Checkpoint | None:
-    """Returns the last whole checkpoint of a run; a damaged one is passed over with a word."""
+    """Returns the last whole checkpoint of a run; a damaged one is passed over with a word that says what is damaged.
+
+    All its bytes are read: those of a head of 2 B parameters are 23 GB.
+    """
     for path in reversed(_step_paths(run_dir)):
         try:
-            values = json.loads((path / STATE_NAME).read_text())
-            state = TrainState(**{**values, "position": Position(**values["position"])})
-            with safe_open(path / TENSORS_NAME, framework="pt") as tensors:  # notices a file that was cut short
-                assert tensors.keys()
+            return _read_checkpoint(path)
         except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
             logger.warning("checkpoint %s is passed over, it is not whole: %s", path, error)
-            continue
-        return Checkpoint(path, state)
     return None
+
+
+def _read_checkpoint(path: Path) -> Checkpoint:
+    record = json.loads((path / STATE_NAME).read_text())
+    if record.pop("digest") != _record_digest(record):
+        raise ValueError(f"{STATE_NAME} is not what was written")
+    digests = record.pop("tensor_digests")
+    state = TrainState(**{**record, "position": Position(**record["position"])})
+    with safe_open(path / TENSORS_NAME, framework="pt") as tensors:  # notices a file that was cut short
+        if sorted(tensors.keys()) != sorted(digests):
+            raise ValueError(f"{TENSORS_NAME} does not hold the tensors that were written")
+        damaged = [name for name in digests if _tensor_digest(tensors.get_tensor(name)) != digests[name]]
+    if damaged:
+        raise ValueError(f"{', '.join(damaged)} in {TENSORS_NAME} are not what was written")
+    return Checkpoint(path, state)
 
 
 def check_same_run(checkpoint: Checkpoint, state: TrainState) -> None:
@@ -140,6 +170,25 @@ def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in values.items():
         flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
     return flat
+
+
+def _tensor_digest(tensor: Tensor) -> str:
+    digest = xxhash.xxh3_128(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    digest.update(bytes_of(tensor))
+    return digest.hexdigest()
+
+
+def _record_digest(record: dict[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(record, sort_keys=True).encode())
+
+
+def _own_tau(path: Path) -> float | None:
+    """Returns the held-out tau of a checkpoint's own step; None if it was not validated, or cannot be read."""
+    try:
+        record = json.loads((path / STATE_NAME).read_text())
+        return float(record["tau"]) if record["validated_step"] == record["step"] > 0 else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def _step_of(path: Path) -> int:

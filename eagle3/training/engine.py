@@ -21,6 +21,7 @@ from eagle3.draft.objective import ttt_sums
 from eagle3.draft.target_weights import TargetWeights
 from eagle3.draft.ttt import PackedSequences
 from eagle3.training.distributed import Setup, World, check_setup
+from eagle3.training.host_copy import HostCopy
 
 logger = logging.getLogger(__name__)
 
@@ -123,18 +124,25 @@ class Engine:
         self._optimizer.zero_grad()
         return norm
 
-    def read_state(self) -> dict[str, Tensor]:
+    def read_state(self, host: HostCopy | None = None) -> dict[str, Tensor]:
         """Returns masters and moments on the main rank's CPU as `master.NAME`, `exp_avg.NAME`, ...; elsewhere nothing.
 
-        Every rank must call it.
+        They lie in `host`, which takes `state_bytes`, or in memory of their own. Every rank must call it.
         """
         state: dict[str, Tensor] = {}
         for name, parameter in self._named_parameters():
             for kind in (MASTER, *MOMENTS):
-                tensor = self._read(parameter, kind)
+                tensor, key = self._read(parameter, kind), f"{kind}.{name}"
                 if self.world.is_main:
-                    state[f"{kind}.{name}"] = tensor.detach().cpu().clone()
+                    state[key] = tensor.detach().cpu().clone() if host is None else host.copy(key, tensor)
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize()
         return state
+
+    @property
+    def state_bytes(self) -> int:
+        """The size of what `read_state` returns on the main rank; fp32."""
+        return 4 * len((MASTER, *MOMENTS)) * sum(parameter.numel() for _, parameter in self._named_parameters())
 
     def load_state(self, read: Callable[[str], Tensor], num_steps: int) -> None:
         """Sets masters and moments from whole tensors, `read` by the names of `read_state`."""

@@ -97,6 +97,8 @@ def check_settings(config: TrainConfig) -> None:
         "run.validate_every": config.run.validate_every,
         "run.log_every": config.run.log_every,
         "run.keep_last": config.run.keep_last,
+        "run.keep_best": config.run.keep_best,
+        "run.patience": 1 if config.run.patience is None else config.run.patience,
         "data.max_tokens": config.data.max_tokens,
         "data.shuffle_shards": config.data.shuffle_shards,
         "data.read_threads": config.data.read_threads,
@@ -110,6 +112,7 @@ def check_settings(config: TrainConfig) -> None:
         "objective.ttt_decay": config.objective.ttt_decay,
         "optimizer.learning_rate": optimizer.learning_rate,
         "optimizer.max_grad_norm": optimizer.max_grad_norm,
+        "run.stop_after": 1.0 if config.run.stop_after is None else config.run.stop_after,
     }
     problems += [f"  {name} must be above 0, got {value}" for name, value in above_zero.items() if not value > 0]
     for name in ("objective.ttt_decay", "optimizer.learning_rate"):

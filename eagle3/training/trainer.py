@@ -4,11 +4,9 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-import signal
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -24,8 +22,6 @@ from eagle3.training.checkpoints import (
     check_same_run,
     initial_state,
     newest_checkpoint,
-    prune_checkpoints,
-    save_checkpoint,
 )
 from eagle3.training.distributed import World, check_same, from_main, quiet_other_ranks, start
 from eagle3.training.engine import Engine, TTTModule
@@ -35,6 +31,8 @@ from eagle3.training.optimizer_step import learning_rate_at, take_step
 from eagle3.training.prefetch import prefetched
 from eagle3.training.progress import StepLog, progress_bars
 from eagle3.training.results import HELD_OUT, show_inputs, show_results
+from eagle3.training.saves import Saver
+from eagle3.training.stopping import StopSignal, has_ended
 from eagle3.training.validation import Validation, validate
 
 logger = logging.getLogger(__name__)
@@ -94,17 +92,23 @@ def train_among_ranks(config: TrainConfig, inputs: Inputs, accelerator: Accelera
 
     run_dir, state = begin_or_resume(config, inputs, engine)
     run = Run(config, inputs, engine, batches, run_dir, num_steps)
-    if state.step >= num_steps and state.validated_step == state.step:
+    patience = config.run.patience
+    if has_ended(state, num_steps, patience) and state.validated_step == state.step:
         logger.info("%s is complete: %d of %d steps", run_dir, state.step, num_steps)
     else:
-        with open_tracker(run, state) as tracker, StopSignal() as stop:
-            state = take_steps(run, state, tracker, stop)
-            if tracker is not None and state.step == num_steps:
+        with (
+            open_tracker(run, state) as tracker,
+            StopSignal(config.run.stop_after) as stop,
+            Saver(engine, run_dir, config.run) as saver,
+        ):
+            state = take_steps(run, state, tracker, stop, saver)
+            saver.wait()
+            if tracker is not None and has_ended(state, num_steps, patience) and state.validated_step == state.step:
                 show_results(tracker, run_dir, state, run_dir / DRAFTER_NAME)
     return run_dir
 
 
-def take_steps(run: Run, state: TrainState, tracker: Tracker | None, stop: "StopSignal") -> TrainState:
+def take_steps(run: Run, state: TrainState, tracker: Tracker | None, stop: StopSignal, saver: Saver) -> TrainState:
     """Trains from `state` to the last step, or until the process is asked to stop; returns where that is."""
     config, settings, engine = run.config, run.config.run, run.engine
     log = StepLog(config.objective, run.num_steps, run.batches.steps_per_epoch, tracker, engine.world.size)
@@ -118,15 +122,22 @@ def take_steps(run: Run, state: TrainState, tracker: Tracker | None, stop: "Stop
             # Validation comes first, so that a checkpoint knows the tau of its step; step 0 is the untrained drafter.
             is_last = state.step == run.num_steps
             if state.validated_step != state.step and (is_last or state.step % settings.validate_every == 0):
-                state = validate_and_export(run, state, log, bars)
+                validated = validate_and_export(run, state, log, bars, stop)
+                if validated is None:
+                    return stop_here(saver, state, stop)
+                state = validated
+                if not is_last and has_ended(state, run.num_steps, settings.patience):
+                    logger.info("no better tau in %d validations: training ends (run.patience)", state.num_worse)
+                    is_last = True
             is_due = is_last or state.step % settings.save_every == 0 or state.best_step == state.step
             # A run that was stopped at its last step comes back for that step's validation.
             if is_due and (state.step > saved_step or (is_last and state != saved_state)):
-                save(run, state)
+                saver.save(state)
                 saved_step = state.step
             if is_last:
                 return state
 
+            saver.check()
             with log.clock():
                 batch = next(loaded)
                 learning_rate = learning_rate_at(state.step + 1, run.num_steps, config.optimizer)
@@ -138,13 +149,27 @@ def take_steps(run: Run, state: TrainState, tracker: Tracker | None, stop: "Stop
                 log.write(state.step, learning_rate)
 
             if result.stop_requested:
-                path = save(run, state)
-                logger.info("stopped: saved %s; the same command with run.resume=auto goes on from it", path)
-                return state
+                return stop_here(saver, state, stop)
 
 
-def validate_and_export(run: Run, state: TrainState, log: StepLog, bars: Progress) -> TrainState:
-    """Measures the held-out tau; the best drafter so far becomes the exported one."""
+def stop_here(saver: Saver, state: TrainState, stop: StopSignal) -> TrainState:
+    """Saves and says how to go on; returns the state."""
+    if state.step == 0:
+        logger.info("stopped (%s) before the first step; the same command begins anew", stop.reason)
+        return state
+    path = saver.save(state)
+    saver.wait()
+    logger.info("stopped (%s): saved %s; the same command with run.resume=auto goes on from it", stop.reason, path)
+    return state
+
+
+def validate_and_export(
+    run: Run, state: TrainState, log: StepLog, bars: Progress, stop: StopSignal
+) -> TrainState | None:
+    """Measures the held-out tau; the best drafter so far becomes the exported one.
+
+    Returns None if a rank was asked to stop before all samples were scored.
+    """
     validation = validate(
         run.engine.module,
         run.inputs.store,
@@ -152,7 +177,10 @@ def validate_and_export(run: Run, state: TrainState, log: StepLog, bars: Progres
         batch_tokens=run.config.data.batch_tokens,
         world=run.engine.world,
         bars=bars,
+        stop=stop,
     )
+    if validation is None:
+        return None
     state = after_validation(state, validation)
     is_best = state.best_step == state.step
     log.write_validation(state.step, validation, is_best=is_best)
@@ -173,22 +201,12 @@ def validate_and_export(run: Run, state: TrainState, log: StepLog, bars: Progres
 def after_validation(state: TrainState, validation: Validation) -> TrainState:
     """Returns the state with a validation of its step; the untrained drafter is never the best."""
     tau = validation.acceptance.tau
-    state = dataclasses.replace(state, validated_step=state.step)
+    state = dataclasses.replace(state, validated_step=state.step, tau=tau)
     if state.step == 0:
         return dataclasses.replace(state, tau_untrained=tau)
     if state.best_tau is None or tau > state.best_tau:
-        return dataclasses.replace(state, best_tau=tau, best_step=state.step)
-    return state
-
-
-def save(run: Run, state: TrainState) -> Path:
-    """Writes a checkpoint and removes those that are not kept."""
-    tensors = run.engine.read_state()
-    path = run.dir / f"step-{state.step:06d}"
-    if run.engine.world.is_main:
-        path = save_checkpoint(run.dir, tensors, state)
-        prune_checkpoints(run.dir, run.config.run.keep_last, state.best_step)
-    return path
+        return dataclasses.replace(state, best_tau=tau, best_step=state.step, num_worse=0)
+    return dataclasses.replace(state, num_worse=state.num_worse + 1)
 
 
 def begin_or_resume(config: TrainConfig, inputs: Inputs, engine: Engine) -> tuple[Path, TrainState]:
@@ -252,27 +270,3 @@ def open_tracker(run: Run, state: TrainState) -> contextlib.AbstractContextManag
     tracker = Tracker(run.dir, open_board(run.dir, run.config.tracking), step=state.step)
     show_inputs(tracker, run.inputs.store, state.store_digest)
     return tracker
-
-
-class StopSignal:
-    """Notes SIGTERM and Ctrl-C instead of dying of them, for the length of a `with` block.
-
-    A second Ctrl-C interrupts at once. A first one that did would be lost in code that takes it for its own error, as
-    safetensors' does.
-    """
-
-    def __init__(self) -> None:
-        self.requested = False
-
-    def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for handled, handler in self._before.items():
-            signal.signal(handled, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.requested and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.requested = True

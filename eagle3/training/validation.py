@@ -18,6 +18,7 @@ from eagle3.training.engine import TTTModule
 from eagle3.training.optimizer_step import MetricSums
 from eagle3.training.packs import PackReader, on_device
 from eagle3.training.prefetch import prefetched
+from eagle3.training.stopping import StopSignal
 
 READ_THREADS = 4
 BOOTSTRAP_SEED = 0  # of the interval alone: the same for every validation, so that two can be compared
@@ -34,9 +35,19 @@ class Validation:
 
 @torch.no_grad()
 def validate(
-    module: TTTModule, store: FeatureStore, indices: list[int], *, batch_tokens: int, world: World, bars: Progress
-) -> Validation:
-    """Scores the samples at `indices`, dealt over the ranks; every rank gets the same result."""
+    module: TTTModule,
+    store: FeatureStore,
+    indices: list[int],
+    *,
+    batch_tokens: int,
+    world: World,
+    bars: Progress,
+    stop: StopSignal,
+) -> Validation | None:
+    """Scores the samples at `indices`, dealt over the ranks; every rank gets the same result.
+
+    None comes back if a rank was asked to stop: what is left may take longer than whoever asks will wait.
+    """
     ttt_steps = module.objective.ttt_steps
     sums = torch.zeros(4, ttt_steps, dtype=torch.float64, device=world.device)
     questions: list[Question] = []
@@ -45,6 +56,8 @@ def validate(
     reader = PackReader(store, READ_THREADS, pin=world.device.type == "cuda")
     wanted = ([indices[i] for i in members] for members in packs[world.rank :: world.size] if members)
     for coded in prefetched(reader.read, wanted, depth=2):
+        if stop.requested:
+            break
         (packed,) = on_device([coded], world.device)
         sums += module(packed)[1]
         with module.autocast():
@@ -52,6 +65,8 @@ def validate(
         questions += of_pack(coded.tokens, answer_rounds(packed, chains))
         bars.advance(bar, len(packed.sample_ids))
     bars.remove_task(bar)
+    if any(gather(stop.requested)):
+        return None
     # By sample, so that the resampling does not depend on how they were dealt; answers of one stay in order.
     everywhere = sorted((each for part in gather(questions) for each in part), key=lambda each: each.answer.sample_id)
     acceptance = summarise([question.answer for question in everywhere], BOOTSTRAP_SEED)

@@ -1,0 +1,52 @@
+"""What ends a run before its last step: a signal, the time it was given, or a tau that no longer grows."""
+
+import signal
+import time
+from types import FrameType, TracebackType
+from typing import Self
+
+from eagle3.training.checkpoints import TrainState
+
+
+def has_ended(state: TrainState, num_steps: int, patience: int | None) -> bool:
+    """Tells whether a run has taken its last step, or has been no better for as long as its patience."""
+    return state.step >= num_steps or (patience is not None and state.num_worse >= patience)
+
+
+class StopSignal:
+    """Notes SIGTERM and Ctrl-C instead of dying of them, for the length of a `with` block, and when time is up.
+
+    A second Ctrl-C interrupts at once. A first one that did would be lost in code that takes it for its own error, as
+    safetensors' does.
+    """
+
+    def __init__(self, stop_after: float | None = None) -> None:
+        """`stop_after` is in minutes from now."""
+        self._deadline = None if stop_after is None else time.monotonic() + 60 * stop_after
+        self._limit = stop_after
+        self._signal: int | None = None
+
+    @property
+    def requested(self) -> bool:
+        """True once the run should end."""
+        return self._signal is not None or (self._deadline is not None and time.monotonic() >= self._deadline)
+
+    @property
+    def reason(self) -> str:
+        """Says what asked for it."""
+        if self._signal is not None:
+            return signal.Signals(self._signal).name
+        return f"run.stop_after={self._limit:g} minutes" if self.requested else "another rank was asked to stop"
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for handled, handler in self._before.items():
+            signal.signal(handled, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._signal = number

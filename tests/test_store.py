@@ -19,12 +19,13 @@ import xxhash
 from safetensors.torch import load_file
 
 from eagle3.config import UserError
+from eagle3.features import shard as shard_module
 from eagle3.features import writer as writer_module
 from eagle3.features.index import rebuild_index, verify_store
 from eagle3.features.manifest import Manifest
 from eagle3.features.record import FeatureSample, is_held_out, supervised_rows
+from eagle3.features.shard import shard_path
 from eagle3.features.store import FeatureStore
-from eagle3.features.stored import StoredSample
 from eagle3.features.writer import FeatureWriter, QuotaReached
 
 HIDDEN, VOCAB = 8, 50
@@ -115,6 +116,22 @@ def test_samples_come_back_bit_for_bit(
         assert_same(store[i], sample)
         assert store.entries[i].num_supervised == int(sample.loss_mask.sum())
     assert store.verify() == []
+
+
+def test_a_shard_is_sent_to_the_disk_in_blocks_while_it_is_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(shard_module, "DISK_BLOCK", 200)
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, offset, count, advice: sent.append((offset, count)))
+    write_store(tmp_path, range(7), samples_per_shard=7)
+    ends = [0, *(offset + count for offset, count in sent)]
+    assert [offset for offset, _ in sent] == ends[:-1]
+    assert len(sent) > 10
+    assert all(count >= 200 for _, count in sent)
+    assert shard_path(tmp_path, 0).stat().st_size - ends[-1] < 200
+    monkeypatch.undo()
+    assert FeatureStore(tmp_path).verify() == []
 
 
 def test_a_sample_without_supervised_rows_is_stored(tmp_path: Path) -> None:
@@ -326,7 +343,7 @@ def test_the_quota_is_never_passed_and_what_fits_is_kept(tmp_path: Path) -> None
 
 
 def full_on_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    def write_some(path: Path, number: int, samples: list[StoredSample]) -> None:
+    def write_some(path: Path, *_: object) -> None:
         path.write_bytes(b"half a shard")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

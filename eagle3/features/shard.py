@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ SAFETENSORS_DTYPES = {
 TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 # Upper bounds: a sample's entry without its id, a character of the id escaped twice, the rest of the header.
 ENTRY_BYTES, ID_CHARACTER_BYTES, HEADER_BYTES = 400, 14, 2048
+DISK_BLOCK = 8 * 2**20  # bytes that are sent to the disk at once, while a shard is written
 LARGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
 REPAIR = "restore it from a copy, or delete it and index*.jsonl and run the same extraction again"
 
@@ -82,9 +83,9 @@ def sample_num_bytes(sample: StoredSample) -> int:
     return sample.num_bytes + ENTRY_BYTES + ID_CHARACTER_BYTES * len(sample.sample_id)
 
 
-def write_shard(path: Path, number: int, samples: Sequence[StoredSample]) -> list[IndexEntry]:
+def write_shard(path: Path, number: int, samples: Sequence[StoredSample], checksums: Sequence[str]) -> list[IndexEntry]:
     """Writes samples with the same columns to a new file, down to the disk, and returns their entries."""
-    entries = _entries(number, samples)
+    entries = _entries(number, samples, checksums)
     stored = [{name: value for name, value in asdict(entry).items() if name != "shard"} for entry in entries]
     columns = {name: [sample.columns[name] for sample in samples] for name in samples[0].columns}
     header: dict[str, Any] = {"__metadata__": {"samples": json.dumps(stored)}}
@@ -101,12 +102,24 @@ def write_shard(path: Path, number: int, samples: Sequence[StoredSample]) -> lis
     header_bytes += b" " * (-len(header_bytes) % 8)  # the format aligns the data to eight bytes
     with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
         file.write(len(header_bytes).to_bytes(8, "little") + header_bytes)
+        started = 0  # bytes that the disk has begun to take
         for tensors in columns.values():
             for tensor in tensors:
                 file.write(bytes_of(tensor))
+                if file.tell() - started >= DISK_BLOCK:
+                    started = _start_to_disk(file, started)
         file.flush()
         os.fsync(file.fileno())
     return entries
+
+
+def _start_to_disk(file: BinaryIO, started: int) -> int:
+    """Has the kernel begin to write a file's bytes from `started` on, so that the disk works while it is filled."""
+    file.flush()
+    end = file.tell()
+    # The advice drops clean pages alone: what was just written is sent to the disk and stays in memory.
+    os.posix_fadvise(file.fileno(), started, end - started, os.POSIX_FADV_DONTNEED)
+    return end
 
 
 class Shard:
@@ -211,10 +224,10 @@ def _column(value: dict[str, Any], data_begin: int) -> Column:
     return column
 
 
-def _entries(number: int, samples: Sequence[StoredSample]) -> list[IndexEntry]:
+def _entries(number: int, samples: Sequence[StoredSample], checksums: Sequence[str]) -> list[IndexEntry]:
     entries = []
     offset = last_offset = 0
-    for sample in samples:
+    for sample, checksum in zip(samples, checksums, strict=True):
         num_tokens, num_last = len(sample.columns["input_ids"]), len(sample.columns["last_rows"])
         num_supervised = int(sample.columns["loss_mask"].sum())
         entries.append(
@@ -226,7 +239,7 @@ def _entries(number: int, samples: Sequence[StoredSample]) -> list[IndexEntry]:
                 last_offset,
                 num_last,
                 num_supervised,
-                sample.checksum(),
+                checksum,
             )
         )
         offset += num_tokens

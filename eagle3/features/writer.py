@@ -76,6 +76,7 @@ class FeatureWriter:
         self._shard_bytes = shard_bytes
         self._quota_bytes = quota_bytes
         self._buffer: list[StoredSample] = []
+        self._checksums: list[str] = []  # of the buffered ones
         self._buffer_bytes = HEADER_BYTES
         self._flush_failed = False
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
@@ -138,6 +139,7 @@ class FeatureWriter:
         if self._buffer and self._buffer[0].columns.keys() != stored.columns.keys():
             self._start_flush()  # the samples of a shard have the same columns
         self._buffer.append(stored)
+        self._checksums.append(stored.checksum())  # here, so that the thread is left to the disk
         self._buffer_bytes += num_bytes
         self.stored_ids.add(stored.sample_id)
         if self._buffer_bytes >= self._shard_bytes:
@@ -171,10 +173,9 @@ class FeatureWriter:
         self._wait()  # at most two shards are in memory
         if not self._buffer:
             return
-        samples, num_bytes = self._buffer, self._buffer_bytes
-        self._bytes_under_way = num_bytes
-        self._under_way = self._thread.submit(self._write_shard, samples, num_bytes)
-        self._buffer, self._buffer_bytes = [], HEADER_BYTES
+        self._bytes_under_way = self._buffer_bytes
+        self._under_way = self._thread.submit(self._write_shard, self._buffer, self._checksums, self._buffer_bytes)
+        self._buffer, self._checksums, self._buffer_bytes = [], [], HEADER_BYTES
 
     def _wait(self) -> None:
         if self._under_way is None:
@@ -186,14 +187,14 @@ class FeatureWriter:
         self._bytes_under_way = 0
         self._flush_failed = False
 
-    def _write_shard(self, samples: list[StoredSample], num_bytes: int) -> None:
+    def _write_shard(self, samples: list[StoredSample], checksums: list[str], num_bytes: int) -> None:
         """Writes one shard; runs on the thread."""
         free = shutil.disk_usage(self.path).free
         if free < num_bytes:
             raise self._disk_full(num_bytes, f"{free} bytes free")
         temporary = self.path / f"shard-{self.writer}.tmp"
         try:
-            entries = write_shard(temporary, self._next_number, samples)
+            entries = write_shard(temporary, self._next_number, samples, checksums)
             number = self._publish(temporary)
             if number != self._next_number:  # another writer has taken it: entries are numbered by their file
                 entries = [type(entry)(**{**vars(entry), "shard": number}) for entry in entries]

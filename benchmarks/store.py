@@ -37,6 +37,7 @@ from eagle3.features.writer import FeatureWriter
 from eagle3.training.batches import Batches, Position
 from eagle3.training.packs import on_device
 from eagle3.training.prefetch import prefetched
+from eagle3.training.sequence_split import Ranks
 
 BLOCK = 8 * 2**20  # bytes of one plain read or write
 SHARD_BYTES = 256 * 2**20
@@ -185,7 +186,7 @@ def read_store(
     config = DataConfig(
         path=str(path), samples_per_step=SAMPLES_PER_STEP, batch_tokens=BATCH_TOKENS, read_threads=num_threads
     )
-    batches = Batches(store, list(range(len(store))), config, 0, 1, pin=pin)
+    batches = Batches(store, list(range(len(store))), config, Ranks(0, 1, None), 7, pin=pin)
     positions = list(itertools.islice(batches.positions(Position()), min(num_steps, batches.steps_per_epoch)))
     device = torch.device("cuda") if decoded else None
 

@@ -143,6 +143,9 @@ class DataConfig:
     held_out_share: float = 1 / 6  # chosen by a hash of the sample id, never trained on
     samples_per_step: int = 8  # samples of one optimizer step, over all ranks and micro-steps
     batch_tokens: int = 8192  # tokens of one micro-batch on one rank; longer samples get a micro-batch of their own
+    split_sequences: bool = (
+        False  # samples longer than batch_tokens are split over all ranks, each with some of the rows
+    )
     max_tokens: int = 16384  # samples longer than this are left out and counted
     shuffle_shards: int = 64  # shards that samples are drawn from at one time; all, if the store has no more
     read_threads: int = 4  # on each rank

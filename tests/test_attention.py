@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle3.draft.attention import Places, draft_attention
-from eagle3.draft.context_attention import PLANNED_TOKENS, Documents, kernel_for
+from eagle3.draft.context_attention import PLANNED_TOKENS, Documents, context_backward, context_forward, kernel_for
 
 ROWS = [1, 2, 4, 5, 8, 9, 16]  # a document's first and last token among them, and none of the third document's
 LENGTHS = (5, 9, 1, 3)
@@ -198,3 +198,38 @@ class _LargestTensor(TorchDispatchMode):
             if isinstance(value, Tensor):
                 self.elements = max(self.elements, value.numel())
         return result
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        ("cpu", torch.float64),
+        pytest.param(
+            "cuda", torch.float32, marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+        ),
+        pytest.param(
+            "cuda", torch.bfloat16, marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+        ),
+    ],
+)
+def test_the_end_of_a_document_attends_to_all_of_its_keys(device: str, dtype: torch.dtype) -> None:
+    """What the last tokens of two documents see and give is what they do within the whole ones."""
+    lengths, ends = (70, 33), (20, 33)
+    tensors = [
+        random_leaf(sum(lengths), heads, 8, seed=heads, dtype=dtype).detach().to(device) for heads in (4, 2, 2, 4)
+    ]
+    query, keys, values, grad = tensors
+    own = torch.cat([torch.arange(50, 70), torch.arange(70, 103)]).to(device)
+    whole, parts = Documents.of(lengths, query.device), Documents.of(ends, query.device, lengths)
+    output, lse = context_forward(query, keys, values, whole)
+    part_output, part_lse = context_forward(query[own], keys, values, parts)
+    # fp64 and fp32: other summation orders; bf16: its rounding.
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(part_output, output[own], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(part_lse, lse[own], rtol=tolerance, atol=tolerance)
+    alone = torch.zeros_like(grad).index_copy_(0, own, grad[own])  # rows of the others give nothing
+    grads = context_backward(alone, query, output, lse, keys, values, whole)
+    part_grads = context_backward(grad[own], query[own], part_output, part_lse, keys, values, parts)
+    torch.testing.assert_close(part_grads[0], grads[0][own], rtol=tolerance, atol=tolerance)
+    for ours, theirs in zip(part_grads[1:], grads[1:], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)

@@ -14,6 +14,7 @@ from eagle3.training.distributed import start
 from eagle3.training.engine import Engine, TTTModule
 from eagle3.training.inputs import Inputs, load_inputs
 from eagle3.training.optimizer_step import take_step
+from eagle3.training.sequence_split import Ranks
 from eagle3.training.stopping import StopSignal
 from eagle3.training.validation import validate
 
@@ -30,7 +31,7 @@ def make_engine(config: TrainConfig, *, bf16: bool = False) -> tuple[Engine, Inp
     accelerator, world = start(config)
     target = inputs.target.to(world.device, torch.bfloat16 if bf16 else torch.float32)
     engine = Engine(config, accelerator, world, TTTModule(inputs.drafter, target, config.objective, bf16))
-    batch = Batches(inputs.store, inputs.train_indices, config.data, 0, 1).load(Position())
+    batch = Batches(inputs.store, inputs.train_indices, config.data, Ranks(0, 1, None), 3).load(Position())
     return engine, inputs, batch
 
 

@@ -237,8 +237,11 @@ def test_one_large_batch_equals_five_micro_steps(base: TrainConfig, undisturbed:
 def test_one_large_batch_equals_two_ranks_with_deepspeed(
     base: TrainConfig, undisturbed: Path, tmp_path: Path, stage: int
 ) -> None:
-    """Three micro-steps a rank, the last of them empty on one rank."""
+    """Three micro-steps a rank, the last of them empty on one rank; with ZeRO-2 long samples are split over both."""
     config = with_batch_tokens(with_run(base, dir=str(tmp_path / "run"), deepspeed=f"zero{stage}"), 20)
+    if stage == 2:
+        config = with_batch_tokens(config, 16)
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, split_sequences=True))
     facts = launch_worker(TWO_RANKS, config, tmp_path)
     assert [each["setup"] for each in facts] == [f"DeepSpeed ZeRO-{stage} over 2 ranks"] * 2
     assert [each["global_steps"] for each in facts] == [STEPS] * 2

@@ -26,7 +26,7 @@ class Places(NamedTuple):
 
 def draft_attention(
     projected: Tensor,  # (R, n_q, d) queries at step 0; (R, n_q + 2 n_kv, d) with own keys and values later
-    context: Tensor,  # (T, 2 n_kv, d) step-0 keys and values of every token
+    context: Tensor,  # (T', 2 n_kv, d) step-0 keys and values of every token of the documents
     chain: Tensor | None,  # (C, T, 2 n_kv, d) own keys and values of steps 1..C; None at step 0
     step: int,  # what is projected at step k >= 1 goes to chain[k - 1], in place
     places: Places,
@@ -36,7 +36,7 @@ def draft_attention(
     A step must be given the chain that the step before returned: its gradient runs back along the steps, so that each
     link has all of it when its own step comes.
     """
-    assert sum(places.documents.lengths) == context.shape[0], (places.documents.lengths, context.shape)
+    assert sum(places.documents.key_lengths) == context.shape[0], (places.documents.key_lengths, context.shape)
     assert (chain is None) == (step == 0), (chain is None, step)
     output, chain = _DraftAttention.apply(projected, context, chain, step, places)
     return output, chain

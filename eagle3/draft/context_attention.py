@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-CAUSAL = 1  # the memory-efficient kernel's mask type: row i of a document sees its rows 0..i
+# The memory-efficient kernel's mask types, of square and of other masks: the last row of a document sees all its keys.
+CAUSAL, CAUSAL_FROM_THE_END = 1, 2
 # cuDNN compiles a plan, some tenths of a second, for every shape that it is given. Documents as long as they come would
 # ask for one at every micro-batch; documents cut at a limit, or filled up to one, have this many tokens or a multiple.
 PLANNED_TOKENS = 1024
@@ -21,15 +22,26 @@ Kernel = Literal["cudnn", "flash", "efficient", "cpu"]
 
 
 class Documents(NamedTuple):
-    """Documents one after another on a token axis."""
+    """Documents one after another on a token axis.
+
+    Of a document that is split over packs its tokens here are the last of those that have keys.
+    """
 
     lengths: tuple[int, ...]  # tokens, adding up to T
     bounds: Tensor  # (documents + 1,) int32: where each starts, and T
+    key_lengths: tuple[int, ...]  # tokens with keys, adding up to T'; the lengths themselves unless documents are split
+    key_bounds: Tensor  # (documents + 1,) int32
 
     @classmethod
-    def of(cls, lengths: tuple[int, ...], device: torch.device) -> "Documents":
+    def of(
+        cls, lengths: tuple[int, ...], device: torch.device, key_lengths: tuple[int, ...] | None = None
+    ) -> "Documents":
         """Returns documents of these lengths."""
-        return cls(lengths, torch.tensor((0, *lengths)).cumsum(0).to(device, torch.int32))
+        key_lengths = lengths if key_lengths is None else key_lengths
+        bounds, key_bounds = (
+            torch.tensor((0, *each)).cumsum(0).to(device, torch.int32) for each in (lengths, key_lengths)
+        )
+        return cls(lengths, bounds, key_lengths, key_bounds)
 
 
 def kernel_for(query: Tensor, documents: Documents) -> Kernel:  # (T, n_q, d)
@@ -41,14 +53,19 @@ def kernel_for(query: Tensor, documents: Documents) -> Kernel:  # (T, n_q, d)
     length, head_dim = documents.lengths[0], query.shape[-1]
     recurs = len(set(documents.lengths)) == 1 and length % PLANNED_TOKENS == 0
     fits = head_dim <= 128 and head_dim % 8 == 0 and torch.backends.cudnn.is_available()
-    if recurs and fits and torch.cuda.get_device_capability(query.device)[0] >= HOPPER:
+    if (
+        recurs
+        and fits
+        and documents.key_lengths == documents.lengths
+        and torch.cuda.get_device_capability(query.device)[0] >= HOPPER
+    ):
         return "cudnn"
     return "flash"
 
 
 def context_forward(
     query: Tensor,  # (T, n_q, d)
-    keys: Tensor,  # (T, n_kv, d)
+    keys: Tensor,  # (T', n_kv, d)
     values: Tensor,
     documents: Documents,
 ) -> tuple[Tensor, Tensor]:  # output (T, n_q, d), log-sum-exp (T, n_q) in fp32 or wider
@@ -57,12 +74,11 @@ def context_forward(
     if kernel == "cudnn":
         return _equal_documents_forward(query, keys, values, documents)
     if kernel == "flash":
-        bounds, longest = documents.bounds, max(documents.lengths)
-        output, lse, *_ = torch.ops.aten._flash_attention_forward(
-            query, keys, values, bounds, bounds, longest, longest, 0.0, True, False
-        )
+        sizes = (documents.bounds, documents.key_bounds, max(documents.lengths), max(documents.key_lengths))
+        output, lse, *_ = torch.ops.aten._flash_attention_forward(query, keys, values, *sizes, 0.0, True, False)
         return output, lse.transpose(0, 1)
-    outputs = [_document_forward(*document) for document in _split(documents, query, keys, values)]
+    queries, contexts = _cut(documents.lengths, query), _cut(documents.key_lengths, keys, values)
+    outputs = [_document_forward(*mine, *seen) for mine, seen in zip(queries, contexts, strict=True)]
     return torch.cat([output for output, _ in outputs]), torch.cat([lse for _, lse in outputs])
 
 
@@ -71,7 +87,7 @@ def context_backward(
     query: Tensor,  # (T, n_q, d)
     output: Tensor,  # (T, n_q, d)
     lse: Tensor,  # (T, n_q)
-    keys: Tensor,  # (T, n_kv, d)
+    keys: Tensor,  # (T', n_kv, d)
     values: Tensor,
     documents: Documents,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -80,14 +96,15 @@ def context_backward(
     if kernel == "cudnn":
         return _equal_documents_backward(grad, query, output, lse, keys, values, documents)
     if kernel == "flash":
-        bounds, longest = documents.bounds, max(documents.lengths)
+        sizes = (documents.bounds, documents.key_bounds, max(documents.lengths), max(documents.key_lengths))
         unused = torch.empty(0, dtype=torch.uint64, device=query.device)  # the random state of a dropout of zero
         lse = lse.transpose(0, 1).contiguous()  # (n_q, T)
         return torch.ops.aten._flash_attention_backward(
-            grad, query, keys, values, output, lse, bounds, bounds, longest, longest, 0.0, True, unused, unused
+            grad, query, keys, values, output, lse, *sizes, 0.0, True, unused, unused
         )
-    parts = _split(documents, grad, query, output, lse, keys, values)
-    grads = [_document_backward(*part) for part in parts]
+    queries = _cut(documents.lengths, grad, query, output, lse)
+    contexts = _cut(documents.key_lengths, keys, values)
+    grads = [_document_backward(*mine, *seen) for mine, seen in zip(queries, contexts, strict=True)]
     grad_query, grad_keys, grad_values = (torch.cat(parts) for parts in zip(*grads, strict=True))
     return grad_query, grad_keys, grad_values
 
@@ -120,9 +137,9 @@ def _as_batch(tensor: Tensor, documents: Documents) -> Tensor:  # (T, n, ...) ->
     return tensor.unflatten(0, (len(documents.lengths), documents.lengths[0])).transpose(1, 2)
 
 
-def _split(documents: Documents, *tensors: Tensor) -> Iterator[list[Tensor]]:
+def _cut(lengths: tuple[int, ...], *tensors: Tensor) -> Iterator[list[Tensor]]:
     """Cuts tensors (T, n, ...) into documents, in the kernels' layout (1, n, T_document, ...)."""
-    for parts in zip(*(tensor.split(documents.lengths) for tensor in tensors), strict=True):
+    for parts in zip(*(tensor.split(lengths) for tensor in tensors), strict=True):
         yield [part.transpose(0, 1)[None] for part in parts]
 
 
@@ -130,10 +147,13 @@ def _document_forward(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tens
     if query.is_cuda:
         query, keys, values = _for_efficient_kernel(query, keys, values)
         output, lse, *_ = torch.ops.aten._efficient_attention_forward(
-            query, keys, values, None, None, None, None, None, 0.0, CAUSAL, True
+            query, keys, values, None, None, None, None, None, 0.0, _efficient_mask(query, keys), True
         )
         return output[0], lse[0, :, : query.shape[1]].transpose(0, 1)
-    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, keys, values, 0.0, True)
+    mask = _cpu_mask(query, keys)
+    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, keys, values, 0.0, mask is None, attn_mask=mask
+    )
     return output[0].transpose(0, 1), lse[0].transpose(0, 1)
 
 
@@ -141,20 +161,34 @@ def _document_backward(
     grad: Tensor, query: Tensor, output: Tensor, lse: Tensor, keys: Tensor, values: Tensor
 ) -> list[Tensor]:
     if query.is_cuda:
-        num_tokens, num_kv_heads = query.shape[2], keys.shape[1]
+        num_tokens, num_keys, num_kv_heads = query.shape[2], keys.shape[2], keys.shape[1]
         query, keys, values = _for_efficient_kernel(query, keys, values)
         grad, output = grad.transpose(1, 2), output.transpose(1, 2)
         lse = F.pad(lse, (0, -num_tokens % 32), value=torch.inf)  # (1, n_q, T'), as the kernel's forward pads it
         no_dropout = torch.zeros((), dtype=torch.int64)
         grad_query, *grads, _ = torch.ops.aten._efficient_attention_backward(
-            grad, query, keys, values, None, output, None, None, num_tokens, num_tokens, lse, 0.0, no_dropout,
-            no_dropout, CAUSAL, False
+            grad, query, keys, values, None, output, None, None, num_tokens, num_keys, lse, 0.0, no_dropout,
+            no_dropout, _efficient_mask(query, keys), False
         )  # fmt: skip
         return [grad_query[0], *(part[0].unflatten(1, (num_kv_heads, -1)).sum(2) for part in grads)]
+    mask = _cpu_mask(query, keys)
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, query, keys, values, output, lse, 0.0, True
+        grad, query, keys, values, output, lse, 0.0, mask is None, attn_mask=mask
     )
     return [part[0].transpose(0, 1) for part in grads]
+
+
+def _efficient_mask(query: Tensor, keys: Tensor) -> int:  # (1, T, n_q, d), (1, T', n_q, d)
+    return CAUSAL if query.shape[1] == keys.shape[1] else CAUSAL_FROM_THE_END
+
+
+def _cpu_mask(query: Tensor, keys: Tensor) -> Tensor | None:  # (1, n_q, T, d), (1, n_kv, T', d) -> (1, 1, T, T')
+    """Returns what is added to the scores of a document with more keys than tokens; its kernel knows no such mask."""
+    num_tokens, num_keys = query.shape[2], keys.shape[2]
+    if num_tokens == num_keys:
+        return None
+    hidden = torch.ones(num_tokens, num_keys, dtype=torch.bool).triu(1 + num_keys - num_tokens)
+    return query.new_zeros(num_tokens, num_keys).masked_fill(hidden, -torch.inf)[None, None]
 
 
 def _for_efficient_kernel(query: Tensor, keys: Tensor, values: Tensor) -> list[Tensor]:

@@ -5,7 +5,7 @@ loss_mask[t+1] ... loss_mask[t+2+k] are all true, in one document. What is easy 
 still give their step-0 key and value, and need nothing else.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,11 +23,25 @@ ROWS_PER_CHUNK = 1024  # rows whose (rows, W) logits exist at one time where onl
 
 
 @dataclass(frozen=True)
+class Share:
+    """What a pack has of a long document whose rows are split: pieces of it, each a document of the pack.
+
+    Rows are independent from the second draft step on, so that only the step-0 keys and values of the other pieces are
+    needed.
+    """
+
+    num_rows: tuple[int, ...]  # of each piece, its first tokens, whose rows are this pack's; those behind are only read
+    key_lengths: tuple[int, ...]  # of each piece: the document's tokens up to its end, which it attends to
+    # (T, ...) of the pack's tokens -> (sum of key_lengths, ...), with every pack's part in it; differentiable
+    gather: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
 class PackedSequences:
     """Documents one after another on one token axis, without padding."""
 
     input_ids: Tensor  # (T,) int64
-    positions: Tensor  # (T,) int64, from 0 in each document
+    positions: Tensor  # (T,) int64, from 0 in each document that is whole
     loss_mask: Tensor  # (T,) bool; on the CPU, where rows are counted: no step waits for a device to learn its size
     document_lengths: tuple[int, ...]  # tokens, adding up to T
     aux_hidden_states: Tensor  # (T, A*D)
@@ -35,6 +49,7 @@ class PackedSequences:
     last_hidden_states: Tensor  # (S, D) after the target's final norm
     target_logz: Tensor | None  # (S,) fp32
     sample_ids: tuple[str, ...]  # one per document
+    share: Share | None = None  # null: the documents are whole
 
     def to(self, device: torch.device | str) -> "PackedSequences":
         """Copies the tensors to a device, but for those that stay on the CPU."""
@@ -58,7 +73,12 @@ class PackedSequences:
         stops = torch.cat([torch.where(ends_chain, tokens[:-1], num_tokens), tokens[-1:]])
         next_stop = stops.flip(0).cummin(0).values.flip(0)  # (T + 1,) at or after each token
         # Of the supervised tokens t+1, t+2, ... the first is not drafted: prefill gives it, or the round before.
-        return (next_stop[1:] - tokens[1:] - 1).clamp(0, ttt_steps)
+        num_steps = (next_stop[1:] - tokens[1:] - 1).clamp(0, ttt_steps)
+        if self.share is not None:
+            starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)  # (T,) of each token's piece
+            own = tokens[:-1] - starts < torch.tensor(self.share.num_rows).repeat_interleave(lengths)
+            num_steps = torch.where(own, num_steps, 0)
+        return num_steps
 
     def counted(self, ttt_steps: int) -> list[Tensor]:
         """Returns, for each of the K steps, the tokens (R_k,) whose row is counted there, ascending, on the CPU."""
@@ -128,7 +148,9 @@ def check_last_rows(sample_id: str, loss_mask: Tensor, last_rows: Tensor) -> Non
 class Chains:
     """The draft steps of a pack, one after another; which rows go on is told at each."""
 
-    context: Tensor  # (T, 2 n_kv, d) step-0 keys and values, once the first step has run
+    context: (
+        Tensor  # (T', 2 n_kv, d) step-0 keys and values, once the first step has run; T' is T if documents are whole
+    )
     _embeds: Tensor  # (T, n_q + 2 n_kv, d) what each token's embedding gives to the rows that read it
     _hidden: Tensor  # (R_(k-1), D) what the step before hands on
     _places: Places  # of the step before
@@ -147,8 +169,9 @@ class Chains:
         self._step = 0
         self._chain: Tensor | None = None  # (K - 1, T, 2 n_kv, d) own keys and values of later steps
         self._weights = layer_weights(drafter)
-        self._tables = drafter.rope_tables(max(packed.document_lengths, default=0) + ttt_steps)
-        self._documents = Documents.of(packed.document_lengths, packed.input_ids.device)
+        key_lengths = packed.document_lengths if packed.share is None else packed.share.key_lengths
+        self._tables = drafter.rope_tables(max(key_lengths, default=0) + ttt_steps)
+        self._documents = Documents.of(packed.document_lengths, packed.input_ids.device, key_lengths)
 
     def advance(self, rows: Tensor) -> DraftStep:  # (R_k,) tokens, ascending, of those of the step before
         """Runs the next draft step on recorded tokens."""
@@ -175,7 +198,8 @@ class Chains:
         hidden = self._drafter.fuse(self._packed.aux_hidden_states)  # (T, D)
         num_queries, num_keys = config.num_attention_heads, config.num_key_value_heads
         next_tokens = _next_tokens(self._packed)
-        self.context, _ = self._project(next_tokens, hidden, weights.key_value, positions, num_queries, num_keys)
+        context, _ = self._project(next_tokens, hidden, weights.key_value, positions, num_queries, num_keys)
+        self.context = context if self._packed.share is None else self._packed.share.gather(context)
         hidden = TakeRows.apply(hidden, places.rows, places.row_of_token)  # (R_0, D)
         rows = places.rows
         return self._project(rows + 1, hidden, weights.query, positions[rows], 0, num_queries)
@@ -184,7 +208,9 @@ class Chains:
         """Makes queries, keys and values of the rows that go on, from what they put out."""
         config, before = self._drafter.config, self._places
         if self._step == 1:
-            self._chain = self.context.new_empty(self._num_links, *self.context.shape)
+            self._chain = self.context.new_empty(
+                self._num_links, self._packed.input_ids.numel(), *self.context.shape[1:]
+            )
         hidden = self._hidden
         if places.rows.numel() < before.rows.numel():
             hidden = TakeRows.apply(hidden, before.row_of_token[places.rows], places.row_of_token[before.rows])

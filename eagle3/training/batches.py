@@ -16,6 +16,7 @@ from torch import Tensor
 from eagle3.config import DataConfig, UserError
 from eagle3.features.store import FeatureStore
 from eagle3.training.packs import CodedPack, PackReader
+from eagle3.training.sequence_split import Ranks, share_of
 
 # A prime well above any number of epochs: (seed, epoch) pairs get different permutations.
 EPOCH_STRIDE = 1_000_003
@@ -50,9 +51,9 @@ class StepBatch:
     next_position: Position  # where the step after this one starts
 
 
-def has_counted_row(loss_mask: Tensor) -> bool:  # (T,)
-    """Tells whether a sample has a row that is counted at step 0: two supervised tokens in a row after the first."""
-    return bool((loss_mask[1:-1] & loss_mask[2:]).any())
+def num_counted_rows(loss_mask: Tensor) -> int:  # (T,)
+    """Returns how many rows of a sample are counted at step 0: two supervised tokens in a row after the first."""
+    return int((loss_mask[1:-1] & loss_mask[2:]).sum())
 
 
 def usable_samples(store: FeatureStore, indices: Sequence[int], max_tokens: int) -> UsableSamples:
@@ -60,7 +61,7 @@ def usable_samples(store: FeatureStore, indices: Sequence[int], max_tokens: int)
     short = [index for index in indices if store.entries[index].num_tokens <= max_tokens]
     # Quick for thousands of samples, half a minute for a million.
     bar = track(short, "reading loss masks", console=Console(stderr=True), transient=True)
-    counted = [index for index in bar if has_counted_row(store.loss_mask(index))]
+    counted = [index for index in bar if num_counted_rows(store.loss_mask(index))]
     return UsableSamples(counted, len(indices) - len(short), len(short) - len(counted))
 
 
@@ -72,8 +73,8 @@ class Batches:
         store: FeatureStore,
         indices: list[int],
         config: DataConfig,
-        rank: int,
-        world_size: int,
+        ranks: Ranks,
+        ttt_steps: int,
         *,
         pin: bool = False,
     ) -> None:
@@ -90,8 +91,8 @@ class Batches:
         self._store = store
         self._indices = indices
         self._config = config
-        self._rank = rank
-        self._world_size = world_size
+        self._ranks = ranks
+        self._ttt_steps = ttt_steps
         self._reader = PackReader(store, config.read_threads, pin=pin)
         self._shards = [store.entries[index].shard for index in indices]
         self._order: tuple[int, list[int]] = (-1, [])  # of the latest epoch
@@ -99,21 +100,26 @@ class Batches:
 
     def load(self, position: Position) -> StepBatch:
         """Reads the batch at a position; the last one of an epoch may be smaller."""
-        order = self._epoch_order(position.epoch)
+        order, size = self._epoch_order(position.epoch), self._ranks.size
         end = position.num_taken + self._config.samples_per_step
         taken = [self._indices[i] for i in order[position.num_taken : end]]
         entries = self._store.entries
         lengths = [entries[index].num_tokens for index in taken]
-        dealt = deal(lengths, self._config.batch_tokens, self._world_size)
-        packs = [[taken[i] for i in members] for members in dealt]
-        mine = packs[self._rank :: self._world_size]
+        split = [index for index in taken if self._is_split(index)]
+        whole = [index for index in taken if index not in split]
+        dealt = deal([entries[index].num_tokens for index in whole], self._config.batch_tokens, size) if whole else []
+        packs = [[index] for index in split for _ in range(size)] + [[whole[i] for i in members] for members in dealt]
+        mine = packs[self._ranks.rank :: size]
         has_filler = not mine[-1]
         if has_filler:
             # No empty pack: ZeRO-2 sends gradients in the order in which backward makes them, and a rank whose graph
             # lacks the draft layer makes them in another order, so that different parameters would be added up.
             mine[-1] = [min(taken, key=lambda index: entries[index].num_tokens)]
         return StepBatch(
-            packs=[self._reader.read(members) for members in mine],
+            packs=[
+                share_of(pack, self._ranks, self._ttt_steps) if number < len(split) else pack
+                for number, pack in enumerate(self._reader.read(members) for members in mine)
+            ],
             has_filler=has_filler,
             sample_ids=[[entries[index].sample_id for index in members] for members in packs],
             num_tokens=sum(lengths),
@@ -131,6 +137,11 @@ class Batches:
         while True:
             yield start
             start = self.after(start)
+
+    def _is_split(self, index: int) -> bool:
+        if not self._config.split_sequences or self._store.entries[index].num_tokens <= self._config.batch_tokens:
+            return False
+        return self._ranks.can_split(num_counted_rows(self._store.loss_mask(index)))
 
     def _epoch_order(self, epoch: int) -> list[int]:
         known, order = self._order

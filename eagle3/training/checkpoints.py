@@ -34,8 +34,8 @@ STEP_PATTERN = re.compile(r"step-(\d{6,})")
 
 # Settings that say where a run goes on, what it is called and how its samples are cut up; the others are the maths.
 FREE_SETTINGS = {
-    "target", "tracking", "data.path", "data.batch_tokens", "data.read_threads", "data.prefetch_steps",
-    "data.cache_bytes",
+    "target", "tracking", "data.path", "data.batch_tokens", "data.split_sequences", "data.read_threads",
+    "data.prefetch_steps", "data.cache_bytes",
     "run.dir", "run.resume", "run.save_every", "run.validate_every", "run.log_every", "run.keep_last", "run.keep_best",
     "run.patience", "run.stop_after", "run.deepspeed", "run.deterministic",
 }  # fmt: skip

@@ -32,6 +32,7 @@ from eagle3.training.prefetch import prefetched
 from eagle3.training.progress import StepLog, progress_bars
 from eagle3.training.results import HELD_OUT, show_inputs, show_results
 from eagle3.training.saves import Saver
+from eagle3.training.sequence_split import Ranks
 from eagle3.training.stopping import StopSignal, has_ended
 from eagle3.training.validation import Validation, validate
 
@@ -82,8 +83,8 @@ def train_among_ranks(config: TrainConfig, inputs: Inputs, accelerator: Accelera
         inputs.store,
         inputs.train_indices,
         config.data,
-        world.rank,
-        world.size,
+        Ranks.of(world.rank, world.size),
+        config.objective.ttt_steps,
         pin=world.device.type == "cuda",
     )
     num_steps = config.run.epochs * batches.steps_per_epoch

@@ -39,6 +39,7 @@ def test_every_shipped_config_loads() -> None:
         "extract/kimi_k2_5.yaml",
         "train/demo.yaml",
         "train/drafter.yaml",
+        "train/kimi_k2_5.yaml",
     ]
 
 

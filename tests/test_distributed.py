@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from tiny_training import tiny_config
 
 from eagle3.config import CONFIG_ROOT, TrainConfig, UserError
@@ -49,6 +50,24 @@ def test_every_shipped_deepspeed_config_is_accepted(stem: str) -> None:
         assert settings["gradient_accumulation_steps"] == 1
         assert settings["bf16"] == {"enabled": False}
         assert settings["data_types"]["grad_accum_dtype"] == "fp32"
+
+
+def test_every_shipped_accelerate_config_starts_its_number_of_processes() -> None:
+    shipped = sorted((CONFIG_ROOT / "accelerate").iterdir())
+    launched = {}
+    for path in shipped:
+        typed = launch_command_parser().parse_args(["--config_file", str(path), "train.py"])
+        arguments, *_ = _validate_launch_command(typed)
+        assert not arguments.use_deepspeed, path  # which run.deepspeed switches on
+        assert arguments.mixed_precision == "no", path  # which is run.mixed_precision's
+        launched[path.stem] = (arguments.num_processes, arguments.num_machines, bool(arguments.multi_gpu))
+    assert launched == {
+        "1gpu": (1, 1, False),
+        "2gpu": (2, 1, True),
+        "2nodes": (16, 2, True),
+        "4gpu": (4, 1, True),
+        "8gpu": (8, 1, True),
+    }
 
 
 def test_an_unknown_deepspeed_config_lists_where_it_was_sought() -> None:

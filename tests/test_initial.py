@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from eagle3.config import DraftConfig, UserError
+from eagle3.config import DraftConfig, TrainConfig, UserError, find_config, load_config
 from eagle3.draft.draft_vocab import build_draft_vocab
 from eagle3.draft.initial import drafter_config_from_target, init_drafter
 from eagle3.draft.model import DrafterConfig, Eagle3Drafter
@@ -87,6 +87,16 @@ def test_mla_target_gives_whole_heads_and_plain_yarn() -> None:
         "rope_type": "yarn", "rope_theta": 50000.0, "factor": 64.0, "original_max_position_embeddings": 4096,
         "beta_fast": 32.0, "beta_slow": 1.0,
     }  # fmt: skip
+
+
+def test_the_shipped_head_for_kimi_has_the_whole_vocabulary() -> None:
+    config = load_config(TrainConfig, find_config("kimi_k2_5", "train"))
+    assert config.target.capture_layers is not None
+    sizes = drafter_config_from_target(KIMI, config.draft, config.target.capture_layers)
+    assert sizes.draft_vocab_size == sizes.vocab_size == 163840
+    with torch.device("meta"):
+        drafter = Eagle3Drafter(sizes)
+    assert round(sum(parameter.numel() for parameter in drafter.parameters()) / 1e9, 2) == 1.93
 
 
 def test_multimodal_rope_becomes_plain() -> None:

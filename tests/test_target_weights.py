@@ -88,6 +88,40 @@ def test_nested_names_and_text_config(tmp_path: Path, make_target: MakeTarget, t
     assert load_target_config(target)["hidden_size"] == 64
 
 
+def test_an_int4_mixture_of_experts_is_read_under_its_nested_names(tmp_path: Path, tiny_target: Path) -> None:
+    """As Kimi-K2.5 is stored: packed experts, plain head, embedding and norm, each in the shard that the index says."""
+    expected = load_target_weights(tiny_target)
+    target = tmp_path / "target"
+    target.mkdir()
+    inner = json.loads((tiny_target / "config.json").read_text())
+    quantization = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"]}
+    config = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25"}
+    text_config = inner | {"quantization_config": quantization}
+    (target / "config.json").write_text(json.dumps(config | {"text_config": text_config}))
+    expert = "language_model.model.layers.1.mlp.experts.0.up_proj"
+    shards = {
+        "model-00001-of-000003.safetensors": {
+            "language_model.model.embed_tokens.weight": expected.embed_tokens.bfloat16()
+        },
+        "model-00003-of-000003.safetensors": {
+            "language_model.lm_head.weight": expected.lm_head.bfloat16(),
+            "language_model.model.norm.weight": expected.norm.bfloat16(),
+            f"{expert}.weight_packed": torch.zeros(4, 8, dtype=torch.int32),
+            f"{expert}.weight_scale": torch.ones(4, 2, dtype=torch.bfloat16),
+            "vision_tower.encoder.final_layernorm.weight": torch.zeros(3),
+        },
+    }
+    weight_map = {name: file for file, tensors in shards.items() for name in tensors}
+    # The experts' own shards are many, and need not even be there.
+    weight_map[f"{expert}.weight_shape"] = "model-00002-of-000003.safetensors"
+    for file, tensors in shards.items():
+        save_file(tensors, target / file)
+    (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    weights = load_target_weights(target)
+    assert_same_weights(weights, expected.to("cpu", torch.bfloat16))
+    assert {weights.embed_tokens.dtype, weights.lm_head.dtype, weights.norm.dtype} == {torch.bfloat16}
+
+
 def test_multi_token_prediction_layers_are_not_taken(
     tmp_path: Path, make_target: MakeTarget, tiny_target: Path
 ) -> None:

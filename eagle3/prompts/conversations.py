@@ -27,8 +27,9 @@ from eagle3.prompts.formats import (
     type_name,
 )
 from eagle3.prompts.hashes import SeenHashes
+from eagle3.prompts.raw_rows import RawRow
 from eagle3.prompts.rendering import RESERVED_TEMPLATE_KWARGS, TemplateOptions
-from eagle3.prompts.sources import RawRow, find_sources, read_rows
+from eagle3.prompts.sources import find_sources, read_rows
 
 MAX_ROW_BYTES = 4 * 2**20  # a million tokens of text, in about four seconds of tokenizing
 

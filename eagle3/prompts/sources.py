@@ -1,11 +1,9 @@
 """Files, folders, globs and data sets -> raw rows, in constant memory.
 
-A row is not parsed here further than its container asks: a line of JSONL stays bytes, so that parsing can be done
-elsewhere. What is no row, such as a line that never ends, is an answer with its place and reason.
+What a file is, its first bytes tell before its name does: a download often has lost its ending.
 """
 
 import glob
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,22 +16,20 @@ import xxhash
 
 from eagle3.cli import one_line
 from eagle3.config import UserError
+from eagle3.prompts.raw_rows import RawRow, text_rows, too_large
 
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet"}
+COMPRESSED_SUFFIXES = (".gz", ".zst")
+COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}  # by the first bytes
+PARQUET_MAGIC = b"PAR1"
+# What people have and what is not read: by the first bytes, or by the name.
+FOREIGN_MAGIC = {b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip", b"ARROW1": "Arrow", b"\x89HDF": "HDF5"}
+FOREIGN_SUFFIXES = {".csv": "a table of text", ".tsv": "a table of text", ".txt": "plain text", ".md": "plain text"}
+# Beside the data of those who save or download data sets, and no rows.
+DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 HUB_PREFIX = "hf:"  # hf:OWNER/NAME[:CONFIG][@SPLIT]
-READ_BYTES = 2**18
 PARQUET_ROWS = 64  # decoded at once: a row of text is seldom above a megabyte
-
-
-@dataclass(frozen=True)
-class RawRow:
-    """One row as its file has it; `problem` says why there is no content."""
-
-    line: int  # 1-based; in a file without lines the number of the row
-    content: bytes | dict[str, Any] | None  # JSON as bytes, or the columns of a table
-    file: str | None = None  # which of several; None where there is one
-    problem: str | None = None
+PARQUET_BUFFER_BYTES = 2**20  # read ahead of each column, instead of all that a group of rows has of it
 
 
 @dataclass(frozen=True)
@@ -51,11 +47,19 @@ def find_sources(pattern: str) -> list[Source]:
     Raises:
         UserError: nothing is there, or something that cannot be read twice or is in no format that is read.
     """
+    if not pattern:
+        raise UserError("prompts must be a file, a folder or a data set, got an empty name; name one")
     if pattern.startswith(HUB_PREFIX):
         return [Source(pattern, "hub")]
     path = Path(pattern)
     if path.is_dir():
-        return _in_folder(path)
+        found = [_file(each) if each.is_file() else Source(str(each), "arrow") for each in _in_folder(path)]
+        if not found:
+            raise UserError(
+                f"prompts must be a file, or a directory with files of {', '.join(FORMATS)}, got a directory without "
+                f"any ({str(path)!r}); name another"
+            )
+        return found
     if path.exists() or not glob.has_magic(pattern):
         return [_file(path)]
     paths = sorted(Path(name) for name in glob.glob(pattern, recursive=True))
@@ -63,6 +67,28 @@ def find_sources(pattern: str) -> list[Source]:
     if not found:
         raise UserError(f"prompts must match at least one file, got none for {pattern!r}; check the pattern")
     return found
+
+
+def unread_files(pattern: str) -> list[str]:
+    """Returns the files of a folder that hold no rows in a form that is read, and the splits that are not."""
+    path = Path(pattern)
+    if pattern.startswith(HUB_PREFIX) or not path.is_dir():
+        return []
+    read = list(_in_folder(path))
+    saved = [each for each in read if each.is_dir()]
+    unread = [
+        str(each)
+        for each in sorted(path.rglob("*"))
+        if each.is_file()
+        and each not in read
+        and each.name not in DESCRIPTIONS
+        and not _is_hidden(each.relative_to(path))
+        and not any(each.is_relative_to(folder) for folder in saved)
+    ]
+    for folder in saved:
+        if (folder / "dataset_dict.json").is_file():
+            unread += [str(each) for each in _splits(folder) if each.name != "train"]
+    return unread
 
 
 def read_rows(sources: list[Source], max_row_bytes: int) -> Iterator[RawRow]:
@@ -78,7 +104,7 @@ def read_rows(sources: list[Source], max_row_bytes: int) -> Iterator[RawRow]:
         elif source.kind == "parquet":
             rows = _parquet_rows(source, file, max_row_bytes)
         else:
-            rows = _data_set_rows(source, file)
+            rows = _data_set_rows(source, file, max_row_bytes)
         yield from rows
 
 
@@ -98,20 +124,31 @@ def digest_sources(sources: list[Source]) -> str:
     return digest.hexdigest()
 
 
-def _in_folder(path: Path) -> list[Source]:
-    if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
-        return [Source(str(path), "arrow")]
-    found = [each for each in sorted(path.rglob("*")) if each.is_file() and _kind_of(each) is not None]
-    if not found:
-        raise UserError(
-            f"prompts must be a file, or a directory with files of {', '.join(FORMATS)}, got a directory without any "
-            f"({str(path)!r}); name another"
-        )
-    return [_file(each) for each in found]
+def _in_folder(folder: Path) -> Iterator[Path]:
+    """Yields the files with rows below a folder, and the folders of saved data sets, sorted."""
+    if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+        yield folder
+        return
+    for each in sorted(folder.iterdir()):
+        if _is_hidden(Path(each.name)):
+            continue
+        if each.is_dir() and not each.is_symlink():
+            yield from _in_folder(each)
+        elif each.is_file() and each.name not in DESCRIPTIONS and _kind_of(each) is not None:
+            yield each
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _splits(folder: Path) -> list[Path]:
+    """Returns the data sets of a saved one that has several."""
+    return sorted(each.parent for each in folder.glob("*/state.json"))
 
 
 def _kind_of(path: Path) -> str | None:
-    suffix = Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
+    suffix = Path(path.stem).suffix if path.suffix.lower() in COMPRESSED_SUFFIXES else path.suffix
     return FORMATS.get(suffix.lower())
 
 
@@ -126,8 +163,20 @@ def _file(path: Path) -> Source:
             f"prompts must be a file, got a device or a pipe, which cannot be read twice ({str(path)!r}); "
             f"save the rows as a file"
         )
+    with path.open("rb") as file:
+        beginning = file.read(8)
+    foreign = next((name for magic, name in FOREIGN_MAGIC.items() if beginning.startswith(magic)), None)
+    foreign = foreign or FOREIGN_SUFFIXES.get(path.suffix.lower())
+    if foreign is not None:
+        raise UserError(
+            f"prompts must be JSONL, JSON or Parquet, as they are or compressed by gzip or zstd, got {foreign} "
+            f'({str(path)!r}); write each row as JSON on a line of its own, such as {{"prompt": ...}}'
+        )
+    if beginning.startswith(PARQUET_MAGIC):
+        return Source(str(path), "parquet")
+    compression = next((name for magic, name in COMPRESSIONS.items() if beginning.startswith(magic)), None)
     # A name that says nothing is taken for JSONL: its first line tells whether that was right.
-    return Source(str(path), _kind_of(path) or "jsonl", COMPRESSIONS.get(path.suffix))
+    return Source(str(path), _kind_of(path) or "jsonl", compression)
 
 
 def _open(source: Source) -> IO[bytes]:
@@ -140,182 +189,81 @@ def _text_rows(source: Source, file: str | None, max_row_bytes: int) -> Iterator
     stream = _open(source)
     try:
         with stream:
-            reader = _Reader(stream)
-            if source.kind == "json" and reader.opens_a_list():
-                yield from _list_rows(reader, source, file, max_row_bytes)
-            else:
-                yield from _line_rows(reader, file, max_row_bytes)
+            yield from text_rows(
+                stream,
+                name=source.name,
+                may_be_a_list=source.kind == "json",
+                file=file,
+                max_row_bytes=max_row_bytes,
+            )
     except (OSError, EOFError) as error:
         if source.compression is None:
             raise
         raise UserError(
-            f"{source.name} must be whole {source.compression} data, got {error}; compress the file again"
+            f"{source.name} must be whole {source.compression} data, got {one_line(error)}; compress the file again"
         ) from error
-
-
-def _line_rows(reader: "_Reader", file: str | None, max_row_bytes: int) -> Iterator[RawRow]:
-    line = 0
-    while (raw := reader.line(max_row_bytes)) is not None:
-        line += 1
-        if raw.num_bytes > max_row_bytes:
-            yield RawRow(line, None, file, _too_large(max_row_bytes, raw.num_bytes))
-        elif stripped := raw.content.strip():
-            yield RawRow(line, stripped, file)
-
-
-def _list_rows(reader: "_Reader", source: Source, file: str | None, max_row_bytes: int) -> Iterator[RawRow]:
-    """Yields the elements of one JSON list, holding no more than one of them."""
-    decoder = json.JSONDecoder()
-    row, separator = 0, b"["
-    while True:
-        found = reader.skip_blank()
-        if found == b"]":
-            return
-        if found != separator or (separator == b"[" and row):
-            raise UserError(
-                f"{source.name} must be a JSON list of rows, got {found!r} behind row {row}; correct the file"
-            )
-        reader.take(1)
-        if separator == b"[" and reader.skip_blank() == b"]":
-            return
-        separator = b","
-        row += 1
-        size = reader.element(decoder, max_row_bytes)
-        if size is None:
-            raise UserError(
-                f"{source.name} must be a JSON list of rows of at most {max_row_bytes} bytes, got none that ends "
-                f"behind row {row - 1}; correct the file, or raise prompts.max_row_bytes"
-            )
-        yield RawRow(row, reader.take(size), file)
-
-
-@dataclass(frozen=True)
-class _Line:
-    content: bytes  # nothing where it is too long
-    num_bytes: int
-
-
-class _Reader:
-    """A stream of bytes with a look ahead; it holds one row and one read."""
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream = stream
-        self._buffer = bytearray()
-        self._start = 0  # what lies before it has been taken
-        self._is_at_end = False
-
-    def line(self, max_bytes: int) -> _Line | None:
-        """Takes one line, None at the end; one of more than `max_bytes` is read past and not kept."""
-        num_dropped, searched = 0, self._start
-        while True:
-            end = self._buffer.find(b"\n", searched)
-            if end >= 0:
-                size = end - self._start
-                content = b"" if num_dropped + size > max_bytes else bytes(self._buffer[self._start : end])
-                self._start = end + 1
-                return _Line(content, num_dropped + size)
-            waiting = len(self._buffer) - self._start
-            if num_dropped + waiting > max_bytes:
-                num_dropped += waiting
-                self._start = len(self._buffer)
-            searched_bytes = len(self._buffer) - self._start
-            if not self._fill():
-                content = self.take(len(self._buffer) - self._start)
-                if not content and not num_dropped:
-                    return None
-                return _Line(content if not num_dropped else b"", num_dropped + len(content))
-            searched = self._start + searched_bytes
-
-    def opens_a_list(self) -> bool:
-        """Tells whether the first character is a bracket; a byte order mark before it is taken."""
-        while len(self._buffer) < 3 and self._fill():
-            pass
-        if self._buffer.startswith(b"\xef\xbb\xbf"):
-            self._start = 3
-        return self.skip_blank() == b"["
-
-    def skip_blank(self) -> bytes:
-        """Takes white space, and returns the byte behind it without taking it; nothing at the end."""
-        while True:
-            while self._start < len(self._buffer):
-                byte = self._buffer[self._start : self._start + 1]
-                if not byte.isspace():
-                    return bytes(byte)
-                self._start += 1
-            if not self._fill():
-                return b""
-
-    def element(self, decoder: json.JSONDecoder, max_bytes: int) -> int | None:
-        """Returns the bytes of the JSON value that comes next; None if it does not end within `max_bytes`."""
-        self.skip_blank()
-        wanted = 4096
-        while True:
-            while len(self._buffer) - self._start < wanted and self._fill():
-                pass
-            text = self._buffer[self._start : self._start + wanted].decode("utf-8", errors="surrogateescape")
-            try:
-                _, end = decoder.raw_decode(text)
-            except (ValueError, RecursionError):
-                end = None
-            # A number at the end of what was read may go on.
-            if end is not None and (end < len(text) or self._is_at_end):
-                size = len(text[:end].encode("utf-8", errors="surrogateescape"))
-                return size if size <= max_bytes else None
-            if wanted > max_bytes or (self._is_at_end and len(self._buffer) - self._start <= wanted):
-                return None
-            wanted *= 2
-
-    def take(self, size: int) -> bytes:
-        taken = bytes(self._buffer[self._start : self._start + size])
-        self._start += size
-        return taken
-
-    def _fill(self) -> bool:
-        """Reads on; False at the end."""
-        if self._start:
-            del self._buffer[: self._start]
-            self._start = 0
-        block = b"" if self._is_at_end else self._stream.read(READ_BYTES)
-        self._is_at_end = not block
-        self._buffer += block
-        return bool(block)
 
 
 def _parquet_rows(source: Source, file: str | None, max_row_bytes: int) -> Iterator[RawRow]:
     row = 0
     try:
-        table = pyarrow.parquet.ParquetFile(source.name)
+        table = pyarrow.parquet.ParquetFile(source.name, buffer_size=PARQUET_BUFFER_BYTES)
         for batch in table.iter_batches(batch_size=PARQUET_ROWS):
-            for content in batch.to_pylist():
+            for i in range(batch.num_rows):
                 row += 1
-                size = _num_bytes(content)
-                if size > max_row_bytes:
-                    yield RawRow(row, None, file, _too_large(max_row_bytes, size))
-                else:
-                    yield RawRow(row, _without_nulls(content), file)
-    except pyarrow.ArrowInvalid as error:
-        raise UserError(f"{source.name} must be a Parquet file, got {error}; write it again") from error
+                yield _table_row(batch.slice(i, 1), row, file, max_row_bytes)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(
+            f"{source.name} must be a Parquet file, got {one_line(error)} (behind row {row}); write it again"
+        ) from error
 
 
-def _data_set_rows(source: Source, file: str | None) -> Iterator[RawRow]:
-    for row, content in enumerate(_data_set(source), start=1):
-        yield RawRow(row, _without_nulls(dict(content)), file)
+def _table_row(table: Any, row: int, file: str | None, max_row_bytes: int) -> RawRow:
+    """Returns the one row of a slice of a table; a value that Python has no place for is that row's problem."""
+    try:
+        (content,) = table.to_pylist()
+    except (ValueError, OverflowError, pyarrow.ArrowException) as error:
+        return RawRow(row, None, file, f"row must have values that can be read, got {one_line(error)}")
+    return _sized(content, row, file, max_row_bytes)
+
+
+def _sized(content: dict[str, Any], row: int, file: str | None, max_row_bytes: int) -> RawRow:
+    size = _num_bytes(content)
+    if size > max_row_bytes:
+        return RawRow(row, None, file, too_large(max_row_bytes, size))
+    return RawRow(row, _without_nulls(content), file)
+
+
+def _data_set_rows(source: Source, file: str | None, max_row_bytes: int) -> Iterator[RawRow]:
+    row = 0
+    try:
+        for row, content in enumerate(_data_set(source), start=1):
+            yield _sized(dict(content), row, file, max_row_bytes)
+    except UserError:
+        raise
+    except Exception as error:  # the library and the hub's client raise whatever they like
+        raise UserError(
+            f"prompts must be a data set that can be read, got {source.name!r} ({one_line(error)}, behind row {row}); "
+            f"check its name and split, or download it and name the folder"
+        ) from error
 
 
 def _data_set(source: Source) -> Any:
     """Opens a data set of the `datasets` library, saved on disk or streamed from the hub."""
     name, _, split = source.name.removeprefix(HUB_PREFIX).partition("@")
-    try:
-        if source.kind == "arrow":
-            loaded = datasets.load_from_disk(source.name)
-            return loaded["train"] if isinstance(loaded, datasets.DatasetDict) else loaded
+    if source.kind == "hub":
         repository, _, config = name.partition(":")
         return datasets.load_dataset(repository, config or None, split=split or "train", streaming=True)
-    except Exception as error:  # the library and the hub's client raise whatever they like
+    folder = Path(source.name)
+    loaded = datasets.load_from_disk(source.name)
+    if not isinstance(loaded, datasets.DatasetDict):
+        return loaded
+    if "train" not in loaded:
         raise UserError(
-            f"prompts must be a data set that opens, got {source.name!r} ({one_line(error)}); "
-            f"check its name and split, or download it and name the folder"
-        ) from error
+            f"prompts must be a data set with a split 'train', got {', '.join(map(repr, loaded))} ({source.name!r}); "
+            f"name the folder of one, such as {str(folder / next(iter(loaded), 'train'))!r}"
+        )
+    return loaded["train"]
 
 
 def _num_bytes(value: Any) -> int:
@@ -336,10 +284,3 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_nulls(each) for each in value]
     return value
-
-
-def _too_large(max_row_bytes: int, num_bytes: int) -> str:
-    return (
-        f"row must have at most {max_row_bytes} bytes, got {num_bytes}; cut it, or raise prompts.max_row_bytes "
-        f"(tokenizing a megabyte takes about a second)"
-    )

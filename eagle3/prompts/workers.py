@@ -16,8 +16,9 @@ from typing import Any, Generic, TypeVar
 from eagle3.config import PromptsConfig, UserError
 from eagle3.prompts.answers import RenderingError
 from eagle3.prompts.conversations import BadRow, Conversation, UniqueIds, parse_row
+from eagle3.prompts.raw_rows import RawRow
 from eagle3.prompts.screening import NearDuplicates, QuestionSets, signature
-from eagle3.prompts.sources import RawRow, Source, find_sources, read_rows
+from eagle3.prompts.sources import Source, find_sources, read_rows
 
 Result = TypeVar("Result")
 CHUNK_ROWS = 256

@@ -1,10 +1,14 @@
 """Rows that are right come out as messages; rows that are wrong come out with their line and reason."""
 
+import datetime
 import json
+import re
 import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from eagle3.config import UserError
@@ -39,6 +43,51 @@ def test_openai_and_sharegpt_rows_give_the_same_messages(tmp_path: Path) -> None
         {"id": "d", "conversations": mixed},
     )
     assert [row.messages for row in rows if isinstance(row, Conversation)] == [tuple(openai)] * 4
+
+
+def calling(function: Any) -> dict[str, Any]:
+    return {"messages": [QUESTION, {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}]}
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ('{"prompt": "One?", "prompt": "Two?"}', "row must have each field once, got 'prompt' twice in one object"),
+        ('{"messages": [{"role": "user", "content": "a", "content": "b"}]}', "got 'content' twice in one object"),
+        (calling({"name": "f", "arguments": '{"a": 1, "a": 2}'}), "each field once, got 'a' twice in one object"),
+        (calling({"name": " ", "arguments": "{}"}), r"tool_calls\[0\] must have a function with a name, got"),
+        (calling({"name": "f\ud800"}), r"messages\[1\]\.tool_calls must be valid Unicode, got half of a surrogate"),
+        (
+            calling({"name": "f", "arguments": '{"a": NaN}'}),
+            r"tool_calls must hold what JSON has, got \[.* not JSON comp",
+        ),
+        ({"messages": [QUESTION, ANSWER], "tools": [{"name": "\udc00"}]}, "tools must be valid Unicode"),
+        ({"prompt": "One?", "chat_template_kwargs": {"a": "\ud800"}}, "chat_template_kwargs must be valid Unicode"),
+        ({"messages": [QUESTION, {**ANSWER, "weight": 0.5}]}, r"messages\[1\]\.weight must be 0 or 1, got 0\.5"),
+    ],
+)
+def test_what_no_request_could_hold_is_refused(tmp_path: Path, row: Any, reason: str) -> None:
+    (read,) = rows_of(tmp_path, row)
+    assert isinstance(read, BadRow), read
+    assert re.search(reason, read.reason), read.reason
+
+
+def test_what_a_table_holds_and_json_does_not_is_refused(tmp_path: Path) -> None:
+    day = datetime.date(2026, 11, 30)
+    rows: list[dict[str, Any]] = [
+        {"prompt": b"One?", "chat_template_kwargs": None},
+        {"prompt": b"One?", "chat_template_kwargs": {"day": day}},
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "bytes.parquet")
+    (first, _) = read_conversations(tmp_path / "bytes.parquet")
+    assert isinstance(first, BadRow)
+    assert first.reason == "prompt must be a string, got a bytes"
+    rows = [{**row, "prompt": "One?"} for row in rows]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "dates.parquet")
+    (first, second) = read_conversations(tmp_path / "dates.parquet")
+    assert isinstance(first, Conversation)
+    assert isinstance(second, BadRow)
+    assert second.reason.startswith("chat_template_kwargs must hold what JSON has, got {'day': datetime.date(")
 
 
 def test_prompts_without_answers_keep_every_user_turn(tmp_path: Path) -> None:
@@ -105,8 +154,8 @@ def test_duplicate_ids_name_the_first_line(tmp_path: Path) -> None:
     )
     reasons = {row.line: row.reason for row in rows if isinstance(row, BadRow)}
     assert sorted(reasons) == [3, 4, 6]
-    assert reasons[4] == "id must be unique, got '7' again (first on line 1)"
-    assert reasons[6].endswith("again (first on line 5)")
+    assert reasons[4] == "id must be unique, got '7' again (first on line 1; a row without one goes by its content)"
+    assert reasons[6].endswith("again (first on line 5; a row without one goes by its content)")
 
 
 BAD_ROWS: dict[str, tuple[Any, str]] = {

@@ -7,6 +7,7 @@ from family_tokenizers import family_tokenizer, template_text
 from test_templates import runs_of
 
 from eagle3.features.record import is_held_out
+from eagle3.prompts.answers import RenderingError
 from eagle3.prompts.conversations import Conversation, GivenTokens
 from eagle3.prompts.lengths import PIECE, Sample, fit, render_row
 from eagle3.prompts.rendering import ChatRenderer
@@ -98,3 +99,14 @@ def test_raw_text_is_cut_anywhere_and_given_tokens_between_answers() -> None:
     ]  # fmt: skip
     # Three supervised tokens in a row do not fit two.
     assert [sample.rendered.input_ids for sample in fitted(tokens, 2, "split")] == [[1, 2]]
+
+
+def test_ids_that_the_tokenizer_does_not_have_are_refused() -> None:
+    limit = max(TOKENIZER.get_vocab().values()) + 1
+    for ids in ((0, limit - 1), (0, limit)):
+        row = Conversation(id="row", messages=(), line=1, tokens=GivenTokens(ids, (False, True)))
+        if max(ids) < limit:
+            assert render_row(RENDERER, row).input_ids == list(ids)
+            continue
+        with pytest.raises(RenderingError, match=rf"must be the tokenizer's, from 0 to {limit - 1}, got {limit}"):
+            render_row(RENDERER, row)

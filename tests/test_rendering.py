@@ -1,5 +1,6 @@
 """The mask is exactly what the assistant wrote: golden tokens per template, and one error for each way to miss."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,9 @@ def pieces(tokenizer: PreTrainedTokenizerFast, rendered: Rendered) -> list[tuple
     return [(int(counts), str(token)) for counts, token in zip(rendered.loss_mask, tokens, strict=True)]
 
 
-def written(renderer: ChatRenderer, tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]]) -> list[str]:
+def written(
+    renderer: ChatRenderer, tokenizer: PreTrainedTokenizerFast, messages: Sequence[dict[str, Any]]
+) -> list[str]:
     """Returns the decoded runs of the mask, in order."""
     rendered = renderer.render(messages)
     runs: list[list[int]] = []
@@ -297,6 +300,23 @@ def test_only_the_last_answer_is_marked_where_that_is_asked_for() -> None:
     assert renderer.render(TALK).num_context == 0
     assert renderer.render(TALK).input_ids == ChatRenderer(tokenizer, {}).render(TALK).input_ids
     assert not any(renderer.render(TALK[:1]).loss_mask)
+
+
+def test_an_answer_of_weight_zero_is_read_and_not_learnt_from() -> None:
+    tokenizer = smollm2()
+    renderer = ChatRenderer(tokenizer, {})
+    whole = renderer.render(TALK)
+    for unwanted, left in ((1, ["12\U0001f600<|im_end|>"]), (3, ["A\n\n1.<|im_end|>"])):
+        talk: list[dict[str, Any]] = [
+            {**message, "weight": 0} if i == unwanted else message for i, message in enumerate(TALK)
+        ]
+        assert written(renderer, tokenizer, talk) == left
+        assert renderer.render(talk).input_ids == whole.input_ids
+        assert renderer.render(talk).num_context == 0
+    assert not any(ChatRenderer(tokenizer, {}, train_on="last").render(talk).loss_mask)
+    # A template that writes out all that a message has does not see it: a server would not either.
+    listing = make_tokenizer("{{ messages | tojson }}<|im_end|>", CHATML_SPECIALS)
+    assert ChatRenderer(listing, {}).prompt_ids(talk) == ChatRenderer(listing, {}).prompt_ids(TALK)
 
 
 def test_a_template_of_the_config_replaces_the_tokenizers(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """Copies of rows and of benchmark questions are found by the runs of words that they share."""
 
 import json
+import os
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 
 from eagle3.config import PromptsConfig, UserError
 from eagle3.prompts.conversations import BadRow, Conversation
-from eagle3.prompts.hashes import SeenHashes
+from eagle3.prompts.hashes import Places, SeenHashes
 from eagle3.prompts.screening import QuestionSets, words_of
 from eagle3.prompts.workers import examine_rows
 
@@ -73,19 +75,68 @@ def test_rows_with_a_measured_question_are_dropped(tmp_path: Path) -> None:
 
 def test_a_question_set_without_questions_is_named(tmp_path: Path) -> None:
     path = tmp_path / "bench.jsonl"
-    path.write_text('{"text": 1}\n')
+    path.write_text('{"input_ids": [1], "loss_mask": [1]}\n')
     with pytest.raises(
         UserError, match=r"a question set must have questions, got none \('.*bench\.jsonl'\); check pro"
     ):
         QuestionSets([str(path)])
 
 
+def test_a_question_set_with_a_row_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "bench.jsonl"
+    path.write_text('{"prompt": "Why?"}\n{"question_text": "Why not?"}\n')
+    said = (
+        r"every row of a question set must be readable, got one that is not: row must have .* \(.*, line 2\); correct"
+    )
+    for num_workers in (0, 2):
+        with pytest.raises(UserError, match=said):
+            outcomes(tmp_path, ["Why?"], exclude=[str(path)], num_workers=num_workers)
+
+
+def test_rows_that_come_tokenised_are_compared_by_their_ids_and_not_with_questions(tmp_path: Path) -> None:
+    path, questions = tmp_path / "rows.jsonl", tmp_path / "bench.jsonl"
+    given = [list(range(i, i + 40)) for i in (0, 500, 0, 900)]
+    rows = [{"id": i, "input_ids": ids, "loss_mask": [1] * 40} for i, ids in enumerate(given)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    questions.write_text('{"prompt": "Why?"}\n')
+    copies = examine_rows(PromptsConfig(str(path), near_duplicates="drop"), ignore, keep_rows=False)
+    assert [row.row.line for row in copies if isinstance(row.row, BadRow)] == [3]
+    asked = examine_rows(PromptsConfig(str(path), exclude=[str(questions)]), ignore, keep_rows=False)
+    reasons = {row.row.reason for row in asked if isinstance(row.row, BadRow)}
+    assert reasons == {"row must have text to be compared with the questions that are measured, got token ids"}
+
+
+def test_a_row_of_another_file_is_named_with_it(tmp_path: Path) -> None:
+    for name, number in (("a", 1), ("b", 2)):
+        row = {"id": number, "prompt": "Which of the two comes first, and which one comes again?"}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({"id": 3, "prompt": name}) + "\n")
+    rows = list(examine_rows(PromptsConfig(str(tmp_path), near_duplicates="drop"), ignore, keep_rows=False))
+    first = tmp_path / "a.jsonl"
+    reasons = [row.row.reason for row in rows if isinstance(row.row, BadRow)]
+    assert reasons == [
+        f"row must be unlike the ones before it, got almost line 1 of {first}",
+        f"id must be unique, got '3' again (first on line 2 of {first}; a row without one goes by its content)",
+    ]
+
+
+def kill_this_process() -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_that_is_killed_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "Hi?"}\n' * 3)
+    said = r"must live until the last row, got one of 2 that was killed, .*; lower prompts\.num_workers"
+    with pytest.raises(UserError, match=said):
+        list(examine_rows(PromptsConfig(str(path), num_workers=2), kill_this_process, keep_rows=False))
+
+
 def test_hashes_are_found_again_as_in_a_dict() -> None:
     chance = random.Random(3)
-    seen, expected = SeenHashes(), dict[int, int]()
-    for line in range(1, 20_000):
+    seen, expected, places = SeenHashes(), dict[int, int](), Places()
+    for line in (places.number(line, str(line % 7000 < 3500)) for line in range(1, 20_000)):
         hashed = chance.choice([0, 1, 1024, 2**64 - 1, chance.getrandbits(64), chance.getrandbits(12)]) or 1
-        assert seen.first_line(hashed, line) == expected.get(hashed)
+        assert seen.first_place(hashed, line) == expected.get(hashed)
         expected.setdefault(hashed, line)
 
 

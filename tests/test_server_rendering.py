@@ -95,3 +95,26 @@ def test_rows_that_a_server_renders_otherwise_name_the_token() -> None:
 def test_a_server_that_is_not_there_is_named() -> None:
     with pytest.raises(UserError, match=r"server must answer, got .* \(http://127\.0\.0\.1:9\); check the address"):
         compare_with_server("http://127.0.0.1:9", ROWS, RENDERER)
+
+
+@pytest.mark.parametrize("body", [[], {"count": 3}, "hello"])
+def test_a_server_that_answers_otherwise_is_named(body: Any) -> None:
+    with (
+        tokenizing_server(lambda request: (200, body)) as url,
+        pytest.raises(UserError, match=r"server must answer /tokenize with tokens, got .* \(http.*\); is it SGLang\?"),
+    ):
+        compare_with_server(url, ROWS, RENDERER)
+
+
+def test_a_weight_is_not_sent() -> None:
+    asked: list[dict[str, Any]] = []
+
+    def answer(request: dict[str, Any]) -> tuple[int, Any]:
+        asked.extend(request["messages"])
+        return 200, {"tokens": rendered(request)}
+
+    messages = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}) * 2
+    with tokenizing_server(answer) as url:
+        seen = compare_with_server(url, [Conversation(id="a", messages=messages, line=1)], RENDERER)
+    assert (seen.num_compared, seen.refused, seen.differences) == (1, [], [])
+    assert [set(message) for message in asked] == [{"role", "content"}] * 3

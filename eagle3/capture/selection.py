@@ -17,7 +17,7 @@ from eagle3.plan import SampleSize
 from eagle3.prompts.conversations import BadRow, Conversation
 from eagle3.prompts.lengths import fit, render_row
 from eagle3.prompts.rendering import ChatRenderer
-from eagle3.prompts.workers import examine_rows
+from eagle3.prompts.workers import examine_rows, settings_for
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ def select_rows(
         UserError: the file cannot be read, has no usable row, or has a bad one and prompts.fail_on_bad_row is set.
     """
     selection = Selection([], [], [])
+    prompts = settings_for(prompts, renderer)
     path = str(prompts.path)
     columns = (SpinnerColumn(), TextColumn("reading prompts"), TaskProgressColumn(show_speed=True), TimeElapsedColumn())
     console = Console(stderr=True)

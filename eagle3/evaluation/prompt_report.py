@@ -26,7 +26,7 @@ from eagle3.prompts.lengths import render_row
 from eagle3.prompts.rendering import ChatRenderer, make_renderer
 from eagle3.prompts.server_rendering import ServerRendering, compare_with_server
 from eagle3.prompts.tokenizers import kept_token_ids, load_tokenizer
-from eagle3.prompts.workers import examine_rows
+from eagle3.prompts.workers import examine_rows, settings_for
 
 BAR_CHARS = 40
 SHOWN_CHARS = 1200  # of one row
@@ -70,8 +70,7 @@ def main(argv: Sequence[str]) -> int:
     if config.target.path:
         tokenizer = load_tokenizer(config.target.path, config.target.trust_remote_code)
         renderer = make_renderer(tokenizer, config.prompts)
-        if not tokenizer.is_fast:  # one that comes as code cannot be sent to other processes
-            config = replace(config, prompts=replace(config.prompts, num_workers=0))
+        config = replace(config, prompts=settings_for(config.prompts, renderer))
     counts = TokenCounts()
     findings = look_through(config, renderer, rejected, counts)
     show_findings(console, config.prompts, findings, "tokens" if renderer else "characters", rejected)

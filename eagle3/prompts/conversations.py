@@ -19,6 +19,7 @@ from eagle3.prompts.formats import (
     domain_of,
     is_unicode,
     messages_of,
+    parse_json,
     shown,
     template_kwargs_of,
     text_of,
@@ -26,7 +27,7 @@ from eagle3.prompts.formats import (
     tools_of,
     type_name,
 )
-from eagle3.prompts.hashes import SeenHashes
+from eagle3.prompts.hashes import Places, SeenHashes
 from eagle3.prompts.raw_rows import RawRow
 from eagle3.prompts.rendering import RESERVED_TEMPLATE_KWARGS, TemplateOptions
 from eagle3.prompts.sources import find_sources, read_rows
@@ -113,13 +114,18 @@ class UniqueIds:
 
     def __init__(self) -> None:
         self._seen = SeenHashes()
+        self._places = Places()
 
     def check(self, row: Conversation) -> Conversation | BadRow:
         """Returns the row, or a bad one if its id came before."""
-        first = self._seen.first_line(xxhash.xxh3_64_intdigest(row.id.encode()), row.line)
+        place = self._places.number(row.line, row.file)
+        first = self._seen.first_place(xxhash.xxh3_64_intdigest(row.id.encode()), place)
         if first is None:
             return row
-        reason = f"id must be unique, got {row.id!r} again (first on line {first})"
+        reason = (
+            f"id must be unique, got {row.id!r} again (first on {self._places.shown(first)}; a row without one goes by "
+            f"its content)"
+        )
         return BadRow(row.line, reason, row.file, "id again")
 
 
@@ -138,7 +144,9 @@ def _conversation(content: bytes | dict[str, Any], raw: RawRow) -> Conversation:
     if isinstance(row, bytes):
         try:
             # utf-8-sig: files saved on Windows open with a byte order mark.
-            row = json.loads(row.decode("utf-8-sig"))
+            row = parse_json(row.decode("utf-8-sig"))
+        except RowError:
+            raise
         except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number or nesting past Python's limits
             raise RowError(f"row must be JSON in UTF-8, got {shown(row)} ({error})") from error
     if not isinstance(row, dict):

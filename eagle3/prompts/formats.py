@@ -115,6 +115,7 @@ def tools_of(row: dict[str, Any]) -> tuple[dict[str, Any], ...]:
     for i, tool in enumerate(wrapped):
         if not isinstance(tool["function"], dict) or not isinstance(tool["function"].get("name"), str):
             raise RowError(f"tools[{i}] must have a name, got {shown(tools[i])}")
+    _check_json(wrapped, "tools")
     return tuple(wrapped)
 
 
@@ -132,6 +133,7 @@ def template_kwargs_of(row: dict[str, Any], reserved: tuple[str, ...]) -> dict[s
     taken = sorted(set(given) & set(reserved))
     if taken:
         raise RowError(f"chat_template_kwargs must be the template's own, got {', '.join(taken)}")
+    _check_json(given, "chat_template_kwargs")
     return given
 
 
@@ -279,6 +281,11 @@ def _message(turn: Any, where: str, field: str | None = None) -> dict[str, Any]:
         if role != "assistant":
             raise RowError(f"{where}.reasoning_content must stand in an assistant turn, got a {given} turn")
         message["reasoning_content"] = _text(thought, f"{where}.reasoning_content")
+    weight = turn.get("weight", 1)
+    if role == "assistant" and weight not in (0, 1):
+        raise RowError(f"{where}.weight must be 0 or 1, got {shown(weight)}")
+    if role == "assistant" and weight == 0:
+        message["weight"] = 0
     for name in ("name", "tool_call_id"):
         if turn.get(name) is not None:
             message[name] = _text(turn[name], f"{where}.{name}")
@@ -308,7 +315,8 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     found = []
     for i, call in enumerate(calls):
         function = call.get("function", call) if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(function, dict) or not isinstance(name, str) or not name.strip():
             raise RowError(f"{where}[{i}] must have a function with a name, got {shown(call)}")
         arguments = function.get("arguments", function.get("parameters"))
         if isinstance(arguments, str):
@@ -318,7 +326,8 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
         if not isinstance(arguments, dict):
             raise RowError(f"{where}[{i}].arguments must be an object, got {type_name(arguments)}")
         named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-        found.append({**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
+        found.append({**named, "type": "function", "function": {"name": name, "arguments": arguments}})
+    _check_json(found, where)
     return found
 
 
@@ -337,9 +346,30 @@ def _with_call_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return messages
 
 
+def parse_json(text: str) -> Any:
+    """Parses JSON.
+
+    Raises:
+        RowError: an object has a field twice: a parser keeps the last one, and the row would mean something else.
+        ValueError, RecursionError: it is no JSON, or past the limits of Python's numbers or nesting.
+    """
+    return json.loads(text, object_pairs_hook=_object)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise RowError(f"row must have each field once, got {shown(twice)} twice in one object")
+    return made
+
+
 def _parsed(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
+    except RowError:
+        raise
     except (ValueError, RecursionError) as error:
         raise RowError(f"{where} must be JSON, got {shown(text)} ({error})") from error
 
@@ -350,6 +380,15 @@ def _text(value: Any, where: str) -> str:
     if not is_unicode(value):
         raise RowError(f"{where} must be valid Unicode, got half of a surrogate pair")
     return value
+
+
+def _check_json(value: Any, where: str) -> None:
+    """Refuses what a request to a server could not hold: a date out of a table, NaN, half of a surrogate pair."""
+    try:
+        text = json.dumps(value, allow_nan=False, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RowError(f"{where} must hold what JSON has, got {shown(value)} ({error})") from error
+    _text(text, where)
 
 
 def is_unicode(text: str) -> bool:
@@ -364,7 +403,7 @@ def is_unicode(text: str) -> bool:
 def type_name(value: Any) -> str:
     """Names a JSON value's type as JSON does."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")
+    return names.get(type(value), "a number" if isinstance(value, int | float) else f"a {type(value).__name__}")
 
 
 def shown(value: Any) -> str:

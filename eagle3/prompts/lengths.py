@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from eagle3.prompts.answers import RenderingError
 from eagle3.prompts.conversations import Conversation, GivenTokens
 from eagle3.prompts.rendering import ChatRenderer, Rendered
 
@@ -26,9 +27,15 @@ def render_row(renderer: ChatRenderer, row: Conversation) -> Rendered:
     """Returns the ids and the mask of a row, whatever its format.
 
     Raises:
-        RenderingError: the template refuses its messages, or no exact mask is to be had.
+        RenderingError: the template refuses its messages, no exact mask is to be had, or it comes with ids that the
+            tokenizer does not have.
     """
     if row.tokens is not None:
+        strangest = max(row.tokens.input_ids)
+        if strangest >= renderer.num_token_ids:
+            raise RenderingError(
+                f"input_ids must be the tokenizer's, from 0 to {renderer.num_token_ids - 1}, got {strangest}"
+            )
         return Rendered(list(row.tokens.input_ids), list(row.tokens.loss_mask))
     if row.text is not None:
         return renderer.render_text(row.text)

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -140,6 +141,10 @@ class ChatRenderer:
             spans.append(last)
         if self._train_on == "last":
             spans = spans[-1:]
+            answers = answers[-1:]
+        # OpenAI's mark on an answer that is not to be learnt from.
+        spans = [span for span in spans if messages[span.message].get("weight", 1)]
+        num_wanted = sum(messages[i].get("weight", 1) for i in answers)
         encoded = self._encoder.encode(text)
         loss_mask = [False] * len(encoded.ids)
         num_thoughts_dropped = 0
@@ -147,14 +152,23 @@ class ChatRenderer:
             start, end = self._tokens(encoded, text, span, messages)
             loss_mask[start:end] = [True] * (end - start)
             num_thoughts_dropped += parts_of(messages[span.message]).thought not in text[span.start : span.end]
-        wanted = len(answers) if self._train_on == "all" else min(1, len(answers))
         return Rendered(
-            encoded.ids, loss_mask, num_context=wanted - len(spans), num_thoughts_dropped=num_thoughts_dropped
+            encoded.ids, loss_mask, num_context=num_wanted - len(spans), num_thoughts_dropped=num_thoughts_dropped
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Lets other processes have it: what is compiled and cached is made again there."""
         return _made_again, (self._tokenizer, self._kwargs, self._template, self._train_on)
+
+    @property
+    def can_be_sent(self) -> bool:
+        """Tells whether other processes can have it; a tokenizer that comes as code is not known there."""
+        return bool(self._tokenizer.is_fast)
+
+    @cached_property
+    def num_token_ids(self) -> int:
+        """One more than the highest id that the tokenizer gives."""
+        return max(self._tokenizer.get_vocab().values()) + 1
 
     @property
     def chat_template_kwargs(self) -> dict[str, Any]:
@@ -227,7 +241,7 @@ class ChatRenderer:
         self, messages: Sequence[dict[str, Any]], options: TemplateOptions
     ) -> Iterable[tuple[list[Any], list[Any] | None]]:
         """Yields what the template gets, then what servers try if it cannot read that."""
-        given = list(messages)
+        given = as_requested(messages)
         if self._thinks_apart:
             given = [
                 {**message, "thinking": message["reasoning_content"]} if "reasoning_content" in message else message
@@ -347,6 +361,11 @@ def _made_again(
     tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any], template: str, train_on: Literal["all", "last"]
 ) -> ChatRenderer:
     return ChatRenderer(tokenizer, kwargs, chat_template=template, train_on=train_on)
+
+
+def as_requested(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns messages as a client sends them: without the weights, which are for training."""
+    return [{name: value for name, value in message.items() if name != "weight"} for message in messages]
 
 
 def _as_text(arguments: dict[str, Any]) -> str:

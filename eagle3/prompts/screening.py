@@ -9,8 +9,9 @@ import numpy as np
 import xxhash
 
 from eagle3.config import UserError
-from eagle3.prompts.conversations import Conversation, read_conversations
-from eagle3.prompts.hashes import SeenHashes
+from eagle3.prompts.conversations import MAX_ROW_BYTES, BadRow, Conversation, parse_row
+from eagle3.prompts.hashes import Places, SeenHashes
+from eagle3.prompts.sources import find_sources, read_rows
 
 # Scripts without spaces count by characters.
 _UNSPACED = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
@@ -34,14 +35,19 @@ class QuestionSets:
         """Reads question sets in any format of prompts.
 
         Raises:
-            UserError: one cannot be read, or has no question.
+            UserError: one cannot be read, has a row that cannot, or has no question.
         """
         self._runs: dict[int, str] = {}  # hash of a run -> the set that has it
         self._whole: dict[int, str] = {}
         for path in paths:
             before = len(self._runs) + len(self._whole)
-            for row in read_conversations(path):
-                for words in map(words_of, _asked(row) if isinstance(row, Conversation) else ()):
+            for row in map(parse_row, read_rows(find_sources(path), MAX_ROW_BYTES)):
+                if isinstance(row, BadRow):
+                    raise UserError(
+                        f"every row of a question set must be readable, got one that is not: {row.reason} "
+                        f"({row.file or path}, line {row.line}); correct it, or take the set out of prompts.exclude"
+                    )
+                for words in map(words_of, _asked(row)):
                     if len(words) < QUESTION_WORDS:
                         self._whole[_hashed(words)] = Path(path).name
                     for run in _runs(words, QUESTION_WORDS):
@@ -50,7 +56,9 @@ class QuestionSets:
                 raise UserError(f"a question set must have questions, got none ({path!r}); check prompts.exclude")
 
     def why_excluded(self, row: Conversation) -> str | None:
-        """Says which question set a row has a question of; None if none."""
+        """Says which question set a row has a question of, or that it cannot be told; None if it has none."""
+        if row.tokens is not None and (self._runs or self._whole):
+            return "row must have text to be compared with the questions that are measured, got token ids"
         for text in _asked(row) if self._runs or self._whole else ():
             words = words_of(text)
             if len(words) < QUESTION_WORDS:
@@ -67,17 +75,22 @@ class NearDuplicates:
 
     def __init__(self) -> None:
         self._seen = SeenHashes()
+        self._places = Places()
 
-    def why_duplicate(self, bands: bytes, line: int) -> str | None:
+    def why_duplicate(self, bands: bytes, row: Conversation) -> str | None:
         """Says which line a row repeats, by its `signature`; None if none."""
-        lines = [self._seen.first_line(int(band), line) for band in np.frombuffer(bands, dtype=np.uint64)]
-        found = [each for each in lines if each is not None and each != line]
-        return f"row must be unlike the ones before it, got almost line {min(found)}" if found else None
+        place = self._places.number(row.line, row.file)
+        places = [self._seen.first_place(int(band), place) for band in np.frombuffer(bands, dtype=np.uint64)]
+        found = [each for each in places if each is not None and each != place]
+        return f"row must be unlike the ones before it, got almost {self._places.shown(min(found))}" if found else None
 
 
 def signature(row: Conversation) -> bytes:
-    """Returns NUM_BANDS hashes of 64 bits; rows whose questions share most of their words share one of them."""
-    words = words_of("\n".join(_asked(row)))
+    """Returns NUM_BANDS hashes of 64 bits; rows whose questions share most of their words share one of them.
+
+    Of a row that comes tokenised, the ids are the words.
+    """
+    words = words_of("\n".join(_asked(row))) if row.tokens is None else [str(token) for token in row.tokens.input_ids]
     shingles = np.fromiter(_runs(words, SHINGLE_WORDS) if len(words) >= SHINGLE_WORDS else [_hashed(words)], np.uint64)
     factors, offsets = _mixers()
     with np.errstate(over="ignore"):

@@ -9,7 +9,7 @@ from eagle3.cli import one_line
 from eagle3.config import UserError
 from eagle3.prompts.answers import RenderingError
 from eagle3.prompts.conversations import Conversation
-from eagle3.prompts.rendering import ChatRenderer
+from eagle3.prompts.rendering import ChatRenderer, as_requested
 
 TIMEOUT_SECONDS = 60
 
@@ -40,7 +40,7 @@ def compare_with_server(url: str, rows: Iterable[Conversation], renderer: ChatRe
     either, are passed over.
 
     Raises:
-        UserError: the server does not answer.
+        UserError: the server does not answer, or not as SGLang does.
     """
     refused: list[str] = []
     differences: list[str] = []
@@ -55,13 +55,13 @@ def compare_with_server(url: str, rows: Iterable[Conversation], renderer: ChatRe
         if not messages:
             continue
         kwargs = {**renderer.chat_template_kwargs, **row.options.kwargs}
-        request = {"messages": messages, "chat_template_kwargs": kwargs, "add_generation_prompt": True}
+        request = {"messages": as_requested(messages), "chat_template_kwargs": kwargs, "add_generation_prompt": True}
         response = _tokenize(url, request | ({"tools": list(row.options.tools)} if row.options.tools else {}))
         num_compared += 1
         if response.status_code != 200:
             refused.append(f"line {row.line}: {' '.join(response.text.split())[:200]}")
             continue
-        theirs = response.json()["tokens"]
+        theirs = _tokens_of(response, url)
         if theirs != ours:
             at = next((j for j, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), None)
             at = min(len(theirs), len(ours)) if at is None else at
@@ -70,6 +70,17 @@ def compare_with_server(url: str, rows: Iterable[Conversation], renderer: ChatRe
                 f"got {ours[at : at + 5]}"
             )
     return ServerRendering(num_compared, refused, differences)
+
+
+def _tokens_of(response: requests.Response, url: str) -> list[int]:
+    try:
+        tokens = response.json()["tokens"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"server must answer /tokenize with tokens, got {response.text[:60]!r} ({url}); is it SGLang?"
+        ) from error
+    assert isinstance(tokens, list), tokens
+    return tokens
 
 
 def _tokenize(url: str, request: dict[str, object]) -> requests.Response:

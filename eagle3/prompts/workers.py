@@ -8,6 +8,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -17,6 +18,7 @@ from eagle3.config import PromptsConfig, UserError
 from eagle3.prompts.answers import RenderingError
 from eagle3.prompts.conversations import BadRow, Conversation, UniqueIds, parse_row
 from eagle3.prompts.raw_rows import RawRow
+from eagle3.prompts.rendering import ChatRenderer
 from eagle3.prompts.screening import NearDuplicates, QuestionSets, signature
 from eagle3.prompts.sources import Source, find_sources, read_rows
 
@@ -57,12 +59,17 @@ def examine_rows(
         if isinstance(row, Conversation):
             row = ids.check(row)
         if isinstance(row, Conversation) and bands:
-            reason = near_duplicates.why_duplicate(bands, row.line)
+            reason = near_duplicates.why_duplicate(bands, row)
             if reason is not None:
                 row = BadRow(row.line, reason, row.file, "near duplicate")
         yield examined if isinstance(row, Conversation) else Examined(row, None)
     if examined is None:
         raise UserError(f"prompts must have at least one row, got an empty file ({config.path!r}); check the path")
+
+
+def settings_for(config: PromptsConfig, renderer: ChatRenderer) -> PromptsConfig:
+    """Returns the settings without processes where the renderer cannot be sent to them."""
+    return config if renderer.can_be_sent else replace(config, num_workers=0)
 
 
 def _looked_at(
@@ -76,6 +83,7 @@ def _looked_at(
     if num_workers == 0:
         yield from map(_make_look(config, make_examine, keep_rows), rows)
         return
+    QuestionSets(config.exclude)  # one that cannot be read is said here, and not by each process
     # Forked processes inherit locks that tokenizer threads hold: they are started from nothing instead.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(
@@ -89,6 +97,11 @@ def _looked_at(
                     yield from waiting.popleft().result()
             while waiting:
                 yield from waiting.popleft().result()
+        except BrokenProcessPool as error:
+            raise UserError(
+                f"processes that render prompts must live until the last row, got one of {num_workers} that was "
+                f"killed, most likely for want of memory; lower prompts.num_workers"
+            ) from error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 

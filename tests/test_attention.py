@@ -137,11 +137,15 @@ def test_bf16_keeps_its_dtype_and_is_near() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_gpu_kernels_equal_the_dense_mask(dim: int, dtype: torch.dtype, tolerance: float) -> None:
-    cpu = random_inputs(STEP_ROWS, sum(LENGTHS), dtype=dtype, dim=dim)
+@pytest.mark.parametrize("lengths", [LENGTHS, (32,), (64, 32, 7), (31, 33, 1)])
+def test_gpu_kernels_equal_the_dense_mask(
+    lengths: tuple[int, ...], dim: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Lengths that fill the kernels' blocks, or all but one token of them, and one more."""
+    cpu = random_inputs(STEP_ROWS, sum(lengths), dtype=dtype, dim=dim)
     inputs = [tensor.detach().cuda().requires_grad_() for tensor in cpu]
     wide = [tensor.detach().float().requires_grad_() for tensor in cpu]
-    fast, dense = attend(STEP_ROWS, LENGTHS, *inputs), attend_densely(STEP_ROWS, LENGTHS, *wide)
+    fast, dense = attend(STEP_ROWS, lengths, *inputs), attend_densely(STEP_ROWS, lengths, *wide)
     for got, expected in zip(fast, dense, strict=True):
         torch.testing.assert_close(got.float().cpu(), expected, rtol=tolerance, atol=tolerance)  # other order; 8 bits
     for got, expected in zip(grads_of(fast, inputs), grads_of(dense, wide), strict=True):

@@ -164,7 +164,8 @@ def _document_backward(
         num_tokens, num_keys, num_kv_heads = query.shape[2], keys.shape[2], keys.shape[1]
         query, keys, values = _for_efficient_kernel(query, keys, values)
         grad, output = grad.transpose(1, 2), output.transpose(1, 2)
-        lse = F.pad(lse, (0, -num_tokens % 32), value=torch.inf)  # (1, n_q, T'), as the kernel's forward pads it
+        # (1, n_q, T'), as the kernel's forward pads it: heads may lie a multiple of 32 apart and no other way
+        lse = F.pad(lse, (0, -num_tokens % 32), value=torch.inf).contiguous()
         no_dropout = torch.zeros((), dtype=torch.int64)
         grad_query, *grads, _ = torch.ops.aten._efficient_attention_backward(
             grad, query, keys, values, None, output, None, None, num_tokens, num_keys, lse, 0.0, no_dropout,

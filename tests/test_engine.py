@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -9,10 +10,12 @@ from rich.progress import Progress
 from tiny_training import tiny_config, write_target_and_store
 
 from eagle3.config import TrainConfig
+from eagle3.draft.layer import finish
 from eagle3.training.batches import Batches, Position, StepBatch
 from eagle3.training.distributed import start
 from eagle3.training.engine import Engine, TTTModule
 from eagle3.training.inputs import Inputs, load_inputs
+from eagle3.training.memory import MemoryPlan
 from eagle3.training.optimizer_step import take_step
 from eagle3.training.sequence_split import Ranks
 from eagle3.training.stopping import StopSignal
@@ -52,6 +55,38 @@ def test_masters_in_bf16_are_refused(base: TrainConfig) -> None:
     module = TTTModule(inputs.drafter.bfloat16(), inputs.target, base.objective, bf16=True)
     with pytest.raises(AssertionError, match=r"master weights must be fp32, got \{torch\.bfloat16\}"):
         Engine(base, accelerator, world, module)
+
+
+@pytest.mark.parametrize("drop_rejected", [False, True])
+@pytest.mark.parametrize("has_room", [True, False])
+def test_what_is_made_again_is_the_same(
+    base: TrainConfig, has_room: bool, drop_rejected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the plan finds no room, gate and up of every step come from a product that is multiplied twice."""
+    objective = dataclasses.replace(base.objective, drop_rejected=drop_rejected)
+    config = dataclasses.replace(base, objective=objective)
+    products: list[bool] = []
+    losses, states = [], []
+
+    def noted(*args: Any, recompute: bool) -> Any:
+        products.append(recompute)
+        return finish(*args, recompute=recompute)
+
+    monkeypatch.setattr("eagle3.draft.ttt.finish", noted)
+    for is_planned in (False, True):
+        engine, inputs, batch = make_engine(config)
+        if is_planned:
+            steps = objective.ttt_steps
+            capacity = 2**40 if has_room else 0
+            plan = MemoryPlan(inputs.drafter.config, engine.setup, steps, target_bytes=0, capacity=capacity)
+            engine.module.memory_plan = plan
+        products.clear()
+        losses.append(take_step(engine, batch, learning_rate=1e-3).sums.loss(objective))
+        states.append(engine.read_state())
+    assert set(products) == {not has_room}
+    assert losses[0] == losses[1]
+    for name, tensor in states[0].items():
+        torch.testing.assert_close(states[1][name], tensor, rtol=0, atol=0)
 
 
 def test_small_updates_do_not_vanish_under_autocast(base: TrainConfig) -> None:

@@ -15,7 +15,7 @@ from eagle3.config import TrainConfig, UserError
 from eagle3.draft.target_weights import load_target_weights
 from eagle3.features.store import FeatureStore
 from eagle3.features.writer import FeatureWriter
-from eagle3.training.inputs import load_inputs
+from eagle3.training.inputs import largest_micro_batch, load_inputs
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +50,16 @@ def test_the_same_seed_makes_the_same_drafter(base: TrainConfig) -> None:
     other = load_inputs(dataclasses.replace(base, run=dataclasses.replace(base.run, seed=1))).drafter.state_dict()
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert not torch.equal(first["fc.weight"], other["fc.weight"])
+
+
+def test_the_largest_micro_batch_is_the_limit_or_the_longest_sample(base: TrainConfig) -> None:
+    inputs = load_inputs(base)
+    samples = [inputs.store[index] for index in inputs.train_indices]
+    num_tokens, share = largest_micro_batch(inputs, 5)
+    assert num_tokens == max(sample.input_ids.numel() for sample in samples)
+    total = sum(sample.input_ids.numel() for sample in samples)
+    assert share == pytest.approx(sum(sample.last_rows.numel() for sample in samples) / total)
+    assert largest_micro_batch(inputs, 4096)[0] == 4096
 
 
 def test_settings_that_cannot_be_trained_are_named_all_at_once(base: TrainConfig) -> None:

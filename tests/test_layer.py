@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from draft_oracle import tiny_drafter
@@ -51,6 +52,24 @@ def test_equals_the_model_with_all_gradients() -> None:
         results.append([*outputs, *torch.autograd.grad(outputs, inputs, grads)])
     for ours, plain in zip(*results, strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-10, atol=1e-10)  # fp64, other summation order
+
+
+def test_gate_and_up_that_are_made_again_are_not_kept() -> None:
+    drafter = tiny_drafter(intermediate_size=64, dtype=torch.float64)
+    residual, attended = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    residual, attended = residual[:, :16].clone().requires_grad_(), attended.unflatten(1, (4, 6))
+    weights = layer_weights(drafter)
+    results, sizes = [], []
+
+    def normed_output(recompute: bool) -> Tensor:
+        return finish(residual, attended, weights, recompute=recompute)[1]
+
+    for recompute in (False, True):
+        run = partial(normed_output, recompute)
+        sizes.append(kept_elements(run))
+        results.append(torch.autograd.grad(run().sum(), residual))
+    assert sizes[0] - sizes[1] == 5 * 2 * 64
+    assert torch.equal(results[0][0], results[1][0])
 
 
 def test_queries_alone_and_keys_alone_are_parts_of_the_whole() -> None:

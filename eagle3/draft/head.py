@@ -135,6 +135,7 @@ class HeadSums:
                 grad_hidden = (scores.grad_logits @ self._draft_head).split(sizes)
                 for grad, rows, part in zip(grads, chunk.rows, grad_hidden, strict=True):
                     grad[rows] = part.to(grad.dtype)
+            del scores  # or a chunk's logits would be there beside the next one's
 
     def loss(self) -> Tensor:
         """Returns the weighted sum of the steps' losses, () fp64, with the gradients that were made on the way."""

@@ -115,8 +115,13 @@ def finish(
     residual: Tensor,  # (N, D)
     attended: Tensor,  # (N, n_q, d)
     weights: LayerWeights,
+    *,
+    recompute: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Completes the layer after the attention; returns its output (N, D) and that after the final norm."""
+    """Completes the layer after the attention; returns its output (N, D) and that after the final norm.
+
+    With `recompute` gate and up (N, 2I), half of what a step keeps, are multiplied again in the backward.
+    """
     output, normed = _Finish.apply(
         residual,
         attended.flatten(1),
@@ -126,6 +131,7 @@ def finish(
         weights.down,
         weights.final_norm,
         weights.eps,
+        recompute,
     )
     return output, normed
 
@@ -202,13 +208,15 @@ class _Finish(torch.autograd.Function):
         down: Tensor,
         final_norm: Tensor,
         eps: float,
+        recompute: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         middle, normed = add_norm(residual, attended @ attention_output.T, mlp_norm, eps)
         gate_up = normed @ gate_up_matrix.T
         output, output_normed = add_norm(middle, swiglu(gate_up) @ down.T, final_norm, eps)
+        kept = None if recompute else gate_up
         ctx.save_for_backward(
-            attended, middle, gate_up, output, attention_output, mlp_norm, gate_up_matrix, down, final_norm
+            attended, middle, kept, output, attention_output, mlp_norm, gate_up_matrix, down, final_norm
         )
         ctx.eps = eps
         return output, output_normed
@@ -223,9 +231,11 @@ class _Finish(torch.autograd.Function):
         if grad_normed is not None:
             grad, grad_final_norm = norm_backward(output, final_norm, eps, grad_normed, added=grad_output)
         assert grad is not None, "a backward needs a gradient"
+        middle_normed = norm(middle, mlp_norm, eps)
+        if gate_up is None:
+            gate_up = middle_normed @ gate_up_matrix.T
         product, grad_gate_up = swiglu_backward(gate_up, grad @ down)
         grad_down = grad.T @ product
-        middle_normed = norm(middle, mlp_norm, eps)
         grad_gate_up_matrix = grad_gate_up.T @ middle_normed
         grad, grad_mlp_norm = norm_backward(middle, mlp_norm, eps, grad_gate_up @ gate_up_matrix, added=grad)
         return (
@@ -236,5 +246,6 @@ class _Finish(torch.autograd.Function):
             grad_gate_up_matrix,
             grad_down,
             grad_final_norm,
+            None,
             None,
         )

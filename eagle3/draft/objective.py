@@ -38,6 +38,7 @@ def ttt_sums(
     kind: LossKind = "cross_entropy",
     drop_rejected: bool = False,  # a row leaves after the first step whose choice is not the recorded token
     step_weights: Tensor | None = None,  # (K,) in place of ttt_decay ** k
+    num_recomputed: int = 0,  # of the first steps, whose gate and up are made again in the backward
 ) -> TTTSums:
     """Unrolls the drafter and scores every counted row against the target.
 
@@ -67,10 +68,10 @@ def ttt_sums(
     pack_targets = _pack_targets(drafter, target, packed, renormalise)
     if drop_rejected:
         num_steps = packed.steps_per_row(ttt_steps).to(device)
-        chains = Chains(drafter, target.embed_tokens, packed, ttt_steps)
+        chains = Chains(drafter, target.embed_tokens, packed, ttt_steps, num_recomputed=num_recomputed)
         num_counted = _score_survivors(head, pack_targets, chains, counted[0].to(device), num_steps)
     else:
-        steps = list(unroll(drafter, target.embed_tokens, packed, ttt_steps))
+        steps = list(unroll(drafter, target.embed_tokens, packed, ttt_steps, num_recomputed=num_recomputed))
         num_counted = _score_all(head, pack_targets, steps, counted)
     loss = head.loss()
     return TTTSums(

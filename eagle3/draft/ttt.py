@@ -161,11 +161,14 @@ class Chains:
         embed_tokens: Tensor,  # (V, D) the target's, frozen
         packed: PackedSequences,
         ttt_steps: int,
+        *,
+        num_recomputed: int = 0,  # of the first steps, whose gate and up are made again in the backward
     ) -> None:
         self._drafter = drafter
         self._embed_tokens = embed_tokens
         self._packed = packed
         self._num_links = ttt_steps - 1
+        self._num_recomputed = num_recomputed
         self._step = 0
         self._chain: Tensor | None = None  # (K - 1, T, 2 n_kv, d) own keys and values of later steps
         self._weights = layer_weights(drafter)
@@ -185,7 +188,7 @@ class Chains:
         places = Places(rows, row_of_token, self._documents)
         projected, residual = self._first(places) if self._step == 0 else self._next(places)
         attended, self._chain = draft_attention(projected, self.context, self._chain, self._step, places)
-        output, normed = finish(residual, attended, self._weights)
+        output, normed = finish(residual, attended, self._weights, recompute=self._step < self._num_recomputed)
         self._hidden = normed if self._drafter.config.norm_output else output
         self._places = places
         self._step += 1
@@ -239,6 +242,8 @@ def unroll(
     embed_tokens: Tensor,  # (V, D) the target's, frozen
     packed: PackedSequences,
     ttt_steps: int,
+    *,
+    num_recomputed: int = 0,
 ) -> Iterator[DraftStep]:
     """Runs the K draft steps on recorded tokens, each at the rows that are counted there.
 
@@ -247,7 +252,7 @@ def unroll(
     counted = packed.counted(ttt_steps)
     # One copy, before there is work that it would wait for.
     on_device = torch.cat(counted).to(packed.input_ids.device).split([rows.numel() for rows in counted])
-    chains = Chains(drafter, embed_tokens, packed, ttt_steps)
+    chains = Chains(drafter, embed_tokens, packed, ttt_steps, num_recomputed=num_recomputed)
     yield from (chains.advance(rows) for rows in on_device)
 
 

@@ -22,6 +22,7 @@ from eagle3.draft.target_weights import TargetWeights
 from eagle3.draft.ttt import PackedSequences
 from eagle3.training.distributed import Setup, World, check_setup
 from eagle3.training.host_copy import HostCopy
+from eagle3.training.memory import MemoryPlan
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class TTTModule(nn.Module):
         self.target = target  # no parameters of this module: frozen, and of no concern to optimizer and checkpoints
         self.objective = objective
         self.bf16 = bf16
+        self.memory_plan: MemoryPlan | None = None  # set on a GPU: what of a micro-batch is made again
 
     def autocast(self) -> torch.autocast:
         """Returns the context that every forward runs in; parameters keep their own dtype."""
@@ -50,6 +52,9 @@ class TTTModule(nn.Module):
         for tensors in what a forward returns, to do before their backward what a backward needs. Where it finds none,
         its bf16 optimizer adds the gradients of earlier micro-steps once more.
         """
+        num_recomputed = 0
+        if self.memory_plan is not None:
+            num_recomputed = self.memory_plan.num_recomputed(packed.loss_mask.numel(), int(packed.loss_mask.sum()))
         with self.autocast():
             sums = ttt_sums(
                 self.drafter,
@@ -62,6 +67,7 @@ class TTTModule(nn.Module):
                 # Held-out rows stay, so that their figures can be compared whatever the objective.
                 drop_rejected=self.objective.drop_rejected and torch.is_grad_enabled(),
                 step_weights=step_weights,
+                num_recomputed=num_recomputed,
             )
         return sums.loss, torch.stack([sums.step_loss, sums.num_counted, sums.num_top1, sums.acceptance])
 

@@ -25,7 +25,8 @@ from eagle3.training.checkpoints import (
 )
 from eagle3.training.distributed import World, check_same, from_main, quiet_other_ranks, start
 from eagle3.training.engine import Engine, TTTModule
-from eagle3.training.inputs import Inputs, load_inputs
+from eagle3.training.inputs import Inputs, largest_micro_batch, load_inputs
+from eagle3.training.memory import log_plan, plan_memory
 from eagle3.training.model_card import model_card
 from eagle3.training.optimizer_step import learning_rate_at, take_step
 from eagle3.training.prefetch import prefetched
@@ -79,6 +80,11 @@ def train_among_ranks(config: TrainConfig, inputs: Inputs, accelerator: Accelera
     engine = Engine(config, accelerator, world, module)
     precision = "bf16 with fp32 master weights" if module.bf16 else "fp32"
     logger.info("%s on %s, %s", engine.setup, world.device, precision)
+    if world.device.type == "cuda":
+        module.memory_plan = plan_memory(
+            inputs.drafter.config, engine.setup, target, config.objective.ttt_steps, world.device
+        )
+        log_plan(module.memory_plan, *largest_micro_batch(inputs, config.data.batch_tokens))
     batches = Batches(
         inputs.store,
         inputs.train_indices,

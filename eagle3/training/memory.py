@@ -1,0 +1,166 @@
+"""What a training step takes of a GPU, estimated before it is run, and what of it is made again if that is too much.
+
+The estimate adds up the tensors at the two moments when most of them are alive: while the head is scored, and in the
+first operation of the backward. What the allocator loses between tensors is not in it.
+"""
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from eagle3.draft.head import CHUNK_ELEMENTS
+from eagle3.draft.model import DrafterConfig
+from eagle3.draft.target_weights import TargetWeights
+from eagle3.training.distributed import Setup
+
+logger = logging.getLogger(__name__)
+
+BF16, FP32, INT64 = 2, 4, 8  # bytes
+MOMENTS_BYTES = 2 * FP32  # AdamW's
+ZERO_BUCKET_BYTES = 500_000_000 * FP32  # DeepSpeed's default, in the dtype that gradients cross the ranks in
+USABLE_SHARE = 0.95  # of what is free: fragments, and buffers of NCCL and cuBLAS, are in no estimate
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes at the peak of a step, on each GPU."""
+
+    target: int  # embedding, head and norm, frozen
+    parameters: int  # as the optimizer or DeepSpeed keeps them, and the bf16 copies that a step multiplies with
+    optimizer: int  # moments, and masters where they are apart
+    gradients: int  # those that are there at the peak
+    activations: int  # of one micro-batch, with its features and those of the next one
+
+    @property
+    def total(self) -> int:
+        """The whole peak."""
+        return self.target + self.parameters + self.optimizer + self.gradients + self.activations
+
+    def __str__(self) -> str:
+        parts = {
+            "target": self.target,
+            "parameters": self.parameters,
+            "optimizer": self.optimizer,
+            "gradients": self.gradients,
+            "activations": self.activations,
+        }
+        named = ", ".join(f"{name} {num_bytes / GIB:.1f}" for name, num_bytes in parts.items())
+        return f"{self.total / GIB:.1f} GiB ({named})"
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Estimates micro-batches of a run in bf16 with fp32 masters, and decides what of each is kept for the backward."""
+
+    config: DrafterConfig
+    setup: Setup
+    ttt_steps: int
+    target_bytes: int
+    capacity: int  # bytes of a GPU that training may take
+
+    def num_recomputed(self, num_tokens: int, num_rows: int) -> int:
+        """Returns at how many of the first draft steps gate and up are made again: no more than has to be."""
+        for number in range(self.ttt_steps):
+            if self.estimate(num_tokens, num_rows, num_recomputed=number).total <= self.capacity:
+                return number
+        return self.ttt_steps
+
+    def estimate(self, num_tokens: int, num_rows: int, *, num_recomputed: int = 0) -> MemoryEstimate:
+        """Estimates a micro-batch of T tokens, at `num_rows` of which the drafter runs."""
+        layer, head, fc = _num_parameters(self.config)
+        num_parameters = layer + head + fc
+        if self.setup.zero_stage is None:
+            parameters = (FP32 + BF16) * num_parameters
+            optimizer = MOMENTS_BYTES * num_parameters
+            # DDP's buckets stay; one process has no gradients when a backward begins.
+            gradients = FP32 * num_parameters if self.setup.num_ranks > 1 else 0
+        else:
+            parameters = 2 * BF16 * num_parameters  # joined matrices are copies here, too
+            optimizer = (FP32 + MOMENTS_BYTES) * num_parameters // self.setup.num_ranks
+            gradients = ZERO_BUCKET_BYTES
+        kept = self._kept_bytes(num_tokens, num_rows, num_recomputed)
+        # The head is cast for scoring, beside the target's drafted rows; the layer's gradients come first.
+        scoring = self._scoring_bytes(num_rows) + 2 * BF16 * head
+        backward = self._backward_bytes(num_rows, num_recomputed) + BF16 * layer
+        return MemoryEstimate(
+            target=self.target_bytes,
+            parameters=parameters,
+            optimizer=optimizer,
+            gradients=gradients + FP32 * head,
+            activations=kept + max(scoring, backward),
+        )
+
+    def _kept_bytes(self, num_tokens: int, num_rows: int, num_recomputed: int) -> int:
+        """Returns what a forward keeps for the backward, features included."""
+        config, steps = self.config, self.ttt_steps
+        hidden, aux = config.hidden_size, config.num_aux * config.hidden_size
+        queries = config.num_attention_heads * config.head_dim
+        keys_values = 2 * config.num_key_value_heads * config.head_dim
+        # Captured states of this micro-batch and the next one, with their norms; fused ones; what embeddings give;
+        # step-0 keys and values, and chains of later steps.
+        per_token = (4 if config.fc_norm else 2) * aux + hidden + queries + keys_values + steps * keys_values
+        # At each step: queries at tokens, log-sum-exp, which rows there are.
+        per_token += steps * queries
+        num_bytes = num_tokens * (BF16 * per_token + steps * (FP32 * config.num_attention_heads + INT64))
+        # At each step: what the layer reads, its two sums, the head's gradient, attention's output; gate and up. The
+        # target's last states, of this micro-batch and the next one.
+        per_row = steps * (4 * hidden + queries) + (steps - num_recomputed) * 2 * config.intermediate_size + 2 * hidden
+        return num_bytes + num_rows * (BF16 * per_row + steps * 3 * INT64)
+
+    def _scoring_bytes(self, num_rows: int) -> int:
+        """Returns what the head takes besides: normed outputs, and the logits of one chunk and of its targets."""
+        width, hidden, steps = self.config.draft_vocab_size, self.config.hidden_size, self.ttt_steps
+        chunk_rows = min(CHUNK_ELEMENTS["cuda"] // width, steps * num_rows)
+        logits = chunk_rows * width
+        return BF16 * (steps * num_rows * hidden + logits + logits // steps + 2 * chunk_rows * hidden)
+
+    def _backward_bytes(self, num_rows: int, num_recomputed: int) -> int:
+        """Returns what the last step's gated product takes besides, which comes first in the backward."""
+        hidden, inner = self.config.hidden_size, self.config.intermediate_size
+        # Only if all steps are made again is the last one among them; the others' time comes when there is room.
+        again = 2 * inner + hidden if num_recomputed == self.ttt_steps else 0
+        return BF16 * num_rows * (4 * inner + 2 * hidden + again)
+
+
+def plan_memory(
+    config: DrafterConfig, setup: Setup, target: TargetWeights, ttt_steps: int, device: torch.device
+) -> MemoryPlan:
+    """Plans for a GPU on which the target's weights are, and nothing else of ours that is not in the estimate."""
+    tensors = {id(tensor): tensor for tensor in (target.embed_tokens, target.lm_head, target.norm)}
+    num_free, _ = torch.cuda.mem_get_info(device)
+    return MemoryPlan(
+        config=config,
+        setup=setup,
+        ttt_steps=ttt_steps,
+        target_bytes=sum(tensor.nbytes for tensor in tensors.values()),
+        capacity=int(USABLE_SHARE * (num_free + torch.cuda.memory_reserved(device))),
+    )
+
+
+def log_plan(plan: MemoryPlan, num_tokens: int, supervised_share: float) -> None:
+    """Logs what is expected of the largest micro-batch, with the store's share of supervised rows and with all rows."""
+    for what, num_rows in (
+        (f"{supervised_share:.0%} of them supervised, as in the store", round(num_tokens * supervised_share)),
+        ("all of them supervised", num_tokens),
+    ):
+        again = plan.num_recomputed(num_tokens, num_rows)
+        estimate = plan.estimate(num_tokens, num_rows, num_recomputed=again)
+        logger.info(
+            "memory of each GPU: %s of %.1f GiB for %d tokens at once, %s; %s",
+            estimate,
+            plan.capacity / GIB,
+            num_tokens,
+            what,
+            f"gate and up of {again} of {plan.ttt_steps} draft steps made again" if again else "nothing is made again",
+        )
+
+
+def _num_parameters(config: DrafterConfig) -> tuple[int, int, int]:
+    """Returns the parameters of the layer with its norms, of the head, and of what comes before the layer."""
+    hidden, queries = config.hidden_size, config.num_attention_heads * config.head_dim
+    keys_values = 2 * config.num_key_value_heads * config.head_dim
+    layer = 2 * hidden * (queries + keys_values) + queries * hidden + 3 * hidden * config.intermediate_size + 4 * hidden
+    fuse = config.num_aux * hidden * hidden + (config.num_aux * hidden if config.fc_norm else 0)
+    return layer, config.draft_vocab_size * hidden, fuse

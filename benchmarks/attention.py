@@ -8,6 +8,7 @@ limit is 989 TFLOP/s. The error is that of all results together against the firs
 
 import argparse
 import json
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,16 @@ def main() -> None:
     Console(width=120).print(table)
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps({"device": torch.cuda.get_device_name(0), "rows": rows}, indent=1) + "\n")
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+        report = {
+            "command": "python benchmarks/attention.py",
+            "date": time.strftime("%Y-%m-%d"),
+            "commit": commit.stdout.strip(),
+            "hardware": torch.cuda.get_device_name(0),
+            "versions": {"torch": torch.__version__, "cudnn": torch.backends.cudnn.version()},
+            "rows": rows,
+        }
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -21,8 +21,11 @@ STAGES = {
 }
 
 
-def profile_step(step: Callable[[], object], device: torch.device, directory: Path, name: str) -> None:
-    """Writes a trace of one step to `name.json.gz`, and to `name.txt` a table of where its time goes."""
+def profile_step(step: Callable[[], object], device: torch.device, directory: Path, name: str) -> dict[str, float]:
+    """Writes a trace of one step to `name.json.gz`, and to `name.txt` a table of where its time goes.
+
+    Returns the milliseconds of each stage.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     on_gpu = device.type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -50,3 +53,4 @@ def profile_step(step: Callable[[], object], device: torch.device, directory: Pa
     for kernel, launches in sorted(kernels.items(), key=lambda item: -sum(item[1])):
         lines.append(f"{sum(launches):9.3f} {len(launches):8d}  {kernel[:120]}")
     (directory / f"{name}.txt").write_text("\n".join(lines) + "\n")
+    return stages

@@ -210,8 +210,9 @@ def measure(name: str, work: Work, num_steps: int, trace: Path | None) -> dict[s
         synchronize()
         seconds.append(time.perf_counter() - started)
     peak_gib = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
+    stages = None
     if trace is not None:
-        profile_step(lambda: take_step(engine, batch, learning_rate=1e-5), device, trace, name)
+        stages = profile_step(lambda: take_step(engine, batch, learning_rate=1e-5), device, trace, name)
     median = sorted(seconds)[len(seconds) // 2]
     flops = sum(length * work.shape.flops_per_token(length) for length in work.document_lengths)
     spared = num_tokens * work.shape.spared_flops_per_token()
@@ -230,6 +231,7 @@ def measure(name: str, work: Work, num_steps: int, trace: Path | None) -> dict[s
         "attention_share_of_limit": attention_share(work, packed) if device.type == "cuda" else None,
         "peak_gib": peak_gib,
         "first_step_seconds": first_seconds,
+        "stages_ms": stages,
         "shape": dataclasses.asdict(work.shape),
     }
 
@@ -296,7 +298,7 @@ def main() -> None:
             "date": time.strftime("%Y-%m-%d"),
             "commit": commit.stdout.strip(),
             "hardware": torch.cuda.get_device_name(0) if torch.cuda.is_available() else platform.processor(),
-            "versions": {"torch": torch.__version__, "python": platform.python_version()},
+            "versions": {"torch": torch.__version__, "cudnn": torch.backends.cudnn.version()},
             "rows": rows,
         }
         arguments.out.parent.mkdir(parents=True, exist_ok=True)

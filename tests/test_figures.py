@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DEMO = "benchmarks/results/demo.json"
 CODEC_ERRORS = "benchmarks/results/codec_errors.json"
 TRAIN = "benchmarks/results/train.json"
+ATTENTION = "benchmarks/results/attention.json"
 PROMPTS = "benchmarks/results/prompts.json"
 COMPARE = "benchmarks/results/compare.json"
 
@@ -54,16 +55,43 @@ def test_demo_figures_are_those_of_the_json() -> None:
         assert line in text, f"README.md must have the line {line!r}"
 
 
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}".replace("%", " %")
+
+
 def train_lines(result: dict[str, Any]) -> list[str]:
-    """Returns the README's lines that hold figures of the training engine."""
+    """Returns the README's lines that hold figures of the training engine: speed, then where the time goes."""
     lines = []
     for row in result["rows"]:
-        share = "-" if row["share_of_limit"] is None else f"{row['share_of_limit']:.1%}".replace("%", " %")
+        shares = [row["share_of_limit"], row["multiplied_share_of_limit"], row["attention_share_of_limit"]]
         lines.append(
-            f"| `{row['work']}` | {row['tokens']:,} | {row['ms_per_step']:.0f} | {row['tokens_per_second']:,.0f} "
-            f"| {share} | {row['peak_gib']:.1f} |"
+            f"| `{row['work']}` | {row['tokens']:,} | {row['ms_per_step']:.0f} | {row['tokens_per_second']:,.0f} | "
+            + " | ".join(percent(share) for share in shares)
+            + f" | {row['peak_gib']:.1f} |"
         )
+    for row in result["rows"]:
+        stages = dict(row["stages_ms"])
+        columns = [stages.pop(stage) for stage in ("matrix products", "attention over the context", "head scores")]
+        columns += [stages.pop("optimizer and clipping"), stages.pop("everything else"), sum(stages.values())]
+        lines.append(f"| `{row['work']}` | " + " | ".join(f"{milliseconds:.1f}" for milliseconds in columns) + " |")
     return lines
+
+
+def attention_lines(result: dict[str, Any]) -> list[str]:
+    """Returns the lines of docs/EXPERIMENTS.md that compare attention kernels."""
+    return [
+        f"| {row['documents']} | {row['kernel']} | {row['forward_ms']:.2f} | {row['backward_ms']:.2f} "
+        f"| {percent(row['share_of_limit'])} |"
+        for row in result["rows"]
+    ]
+
+
+def test_attention_figures_are_those_of_the_json() -> None:
+    result = json.loads((ROOT / ATTENTION).read_text(encoding="utf-8"))
+    text = (ROOT / "docs/EXPERIMENTS.md").read_text(encoding="utf-8")
+    assert ATTENTION in text
+    for line in attention_lines(result):
+        assert line in text, f"docs/EXPERIMENTS.md must have the line {line!r}"
 
 
 def test_training_figures_are_those_of_the_json() -> None:

@@ -129,28 +129,22 @@ def random_pack(work: Work, device: torch.device, dtype: torch.dtype, generator:
     )
 
 
-def make_engine(work: Work, dtype: torch.dtype) -> Engine:
-    shape = work.shape
-    config = TrainConfig(
-        target=TargetConfig(path="random"),
-        data=DataConfig(path="random"),
-        draft=DraftConfig(draft_vocab_size=shape.draft_vocab_size),
-        objective=ObjectiveConfig(ttt_steps=TTT_STEPS, drop_rejected=work.accepted_share is not None),
-        run=RunConfig(mixed_precision="bf16" if dtype == torch.bfloat16 else "no"),
-    )
-    accelerator, world = start(config)
-    generator = torch.Generator(world.device).manual_seed(0)
+def random_target(shape: Shape, device: torch.device, dtype: torch.dtype) -> TargetWeights:
+    generator = torch.Generator(device).manual_seed(0)
 
     def weights(*sizes: int) -> torch.Tensor:
-        return (torch.randn(*sizes, device=world.device, generator=generator) * 0.02).to(dtype)
+        return (torch.randn(*sizes, device=device, generator=generator) * 0.02).to(dtype)
 
-    target = TargetWeights(
+    return TargetWeights(
         embed_tokens=weights(shape.vocab_size, shape.hidden_size),
         lm_head=weights(shape.vocab_size, shape.hidden_size),
-        norm=torch.ones(shape.hidden_size, device=world.device, dtype=dtype),
+        norm=torch.ones(shape.hidden_size, device=device, dtype=dtype),
         rms_norm_eps=1e-5,
     )
-    drafter_config = DrafterConfig(
+
+
+def drafter_config(shape: Shape) -> DrafterConfig:
+    return DrafterConfig(
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
         num_attention_heads=shape.num_heads,
@@ -163,8 +157,21 @@ def make_engine(work: Work, dtype: torch.dtype) -> Engine:
         max_position_embeddings=65536,
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
     )
+
+
+def make_engine(work: Work, dtype: torch.dtype) -> Engine:
+    shape = work.shape
+    config = TrainConfig(
+        target=TargetConfig(path="random"),
+        data=DataConfig(path="random"),
+        draft=DraftConfig(draft_vocab_size=shape.draft_vocab_size),
+        objective=ObjectiveConfig(ttt_steps=TTT_STEPS, drop_rejected=work.accepted_share is not None),
+        run=RunConfig(mixed_precision="bf16" if dtype == torch.bfloat16 else "no"),
+    )
+    accelerator, world = start(config)
+    target = random_target(shape, world.device, dtype)
     with world.device:
-        drafter = Eagle3Drafter(drafter_config)
+        drafter = Eagle3Drafter(drafter_config(shape))
     kept = torch.arange(shape.draft_vocab_size)
     vocab = DraftVocab(d2t=torch.zeros_like(kept), t2d=torch.arange(shape.vocab_size) < shape.draft_vocab_size)
     init_drafter(drafter, target, vocab, seed=0, init_from_target=False)

@@ -18,24 +18,39 @@ from eagle3.training.sequence_split import Ranks, cut, share_of
 TESTS = Path(__file__).resolve().parent
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_loss_and_gradients_are_those_of_the_whole_document(num_ranks: int, tmp_path: Path) -> None:
-    out = tmp_path / "differences.json"
+def split_differences(out: Path, num_ranks: int, device: str, *cases: str) -> dict[str, list[float]]:
+    """Launches ranks that score documents whole and split; returns relative differences by case."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
     env = os.environ | {"PYTHONPATH": f"{TESTS.parent}:{TESTS}", "OMP_NUM_THREADS": "1"}
-    cases = [] if num_ranks == 2 else ["one answer"]
+    env["PYTHONPATH"] += ":" + os.environ.get("PYTHONPATH", "")
     done = subprocess.run(
-        [*command, str(TESTS / "split_ranks.py"), str(out), *cases],
+        [*command, str(TESTS / "split_ranks.py"), str(out), device, *cases],
         env=env, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    differences = json.loads(out.read_text())
-    assert len(differences) == (6 if num_ranks == 2 else 1)
+    found: dict[str, list[float]] = json.loads(out.read_text())
+    return found
+
+
+@pytest.mark.parametrize(("num_ranks", "cases"), [(2, []), (3, ["one answer", "three answers"])])
+def test_loss_and_gradients_are_those_of_the_whole_document(num_ranks: int, cases: list[str], tmp_path: Path) -> None:
+    differences = split_differences(tmp_path / "differences.json", num_ranks, "cpu", *cases)
+    assert len(differences) == (len(cases) or 7)
     for name, values in differences.items():
         assert len(values) == 3 + 13, name  # loss, two sums, every parameter
         # fp64, other summation order; acceptance is summed in fp32 by row.
         assert max(values) < 1e-6, (name, values)
         assert max(values[3:]) < 1e-11, (name, values)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_give_the_whole_documents_gradients(tmp_path: Path) -> None:
+    facts = split_differences(tmp_path / "differences.json", 2, "cuda", "a long answer")
+    print(facts)
+    assert max(facts["a long answer"]) < 1e-4, facts  # fp32, other summation order
+    # bf16 errs as much as without a split, and no more.
+    for split, whole in zip(facts["a long answer, bf16"], facts["a long answer, bf16, whole"], strict=True):
+        assert split < 1.3 * whole + 1e-3, facts
 
 
 def test_pieces_have_as_many_rows_each_and_a_rank_one_from_each_end() -> None:

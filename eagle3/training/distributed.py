@@ -77,6 +77,8 @@ def start(config: TrainConfig) -> tuple[Accelerator, World]:
     if config.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it, before CUDA starts
         torch.use_deterministic_algorithms(True)
+        # Nothing here reads such memory, and to fill it costs a pass; torch has no types for it.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     handlers: list[Any] = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
     if use_cpu and "LOCAL_RANK" in os.environ:
         handlers.append(InitProcessGroupKwargs(backend="gloo"))

@@ -1,9 +1,10 @@
 """Training over GPUs: tokens/s from a store on the disk, ZeRO-1 and ZeRO-2, warm and cold, and the largest head.
 
-    python benchmarks/scaling.py --dir DIR [--gpus 1 2 4] [--gigabytes 8] [--out benchmarks/results/scaling.json]
+    python benchmarks/scaling.py --dir DIR [--gpus 1 2 4] [--out benchmarks/results/scaling.json]
 
-DIR is a folder on the disk in question; it is left empty. Samples are 8,192 random tokens, all but the first
-supervised; a GPU takes two of them in a step. One GPU is measured on as many GPUs at the same time as there are shapes.
+DIR is a folder on the disk in question. It is removed, unless --gpus comes without a number: then the stores are
+written there, and that is all. Samples are 8,192 random tokens, all but the first supervised; a GPU takes two of them
+in a step. One GPU is measured on as many GPUs at the same time as there are shapes.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from scaling_rank import SHAPES, Case
+from scaling_rank import COLD_WARM_UP_STEPS, SHAPES, Case
 from store import fill_store, make_manifest
 
 from eagle3.features.record import FeatureSample, supervised_rows
@@ -31,7 +32,7 @@ HERE = Path(__file__).resolve().parent
 RANK_LIMIT_SECONDS = 400
 
 
-def write_store(path: Path, shape_name: str, num_tokens: int, num_bytes: int, dtype: torch.dtype) -> float:
+def write_store(path: Path, shape_name: str, num_tokens: int, num_samples: int, dtype: torch.dtype) -> float:
     """Writes samples of so many tokens; returns GB/s down to the disk."""
     shape = SHAPES[shape_name]
     generator = torch.Generator().manual_seed(0)
@@ -52,7 +53,7 @@ def write_store(path: Path, shape_name: str, num_tokens: int, num_bytes: int, dt
         make_manifest(shape.hidden_size, codec), dtype=str(dtype).removeprefix("torch."), vocab_size=shape.vocab_size
     )
     stored = encode_sample(sample, shape.hidden_size, codec)
-    seconds = fill_store(path, [stored], manifest, num_bytes)
+    seconds = fill_store(path, [stored], manifest, num_samples * stored.num_bytes)
     return sum(shard.stat().st_size for shard in path.glob("shard-*")) / seconds / 1e9
 
 
@@ -102,10 +103,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     root.mkdir(parents=True, exist_ok=True)
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     stores = {name: str(root / name) for name in arguments.shapes}
-    write_speeds = {
-        name: write_store(Path(path), name, arguments.tokens, int(arguments.gigabytes * 1e9), dtype)
-        for name, path in stores.items()
-    }
+    written = root / "written.json"
+    write_speeds: dict[str, float] = json.loads(written.read_text()) if written.exists() else {}
+    for name, path in stores.items():
+        if name not in write_speeds:
+            write_speeds[name] = write_store(Path(path), name, arguments.tokens, arguments.samples, dtype)
+            written.write_text(json.dumps(write_speeds))
     rows: list[dict[str, Any]] = []
     if 1 in arguments.gpus:  # side by side, as far as there are GPUs
         width = max(1, torch.cuda.device_count())
@@ -120,7 +123,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         if number == 1:
             continue
         cases = cases_for(arguments.shapes, arguments.tokens, arguments.steps)
-        cases += [Case(name, 2, 2 * arguments.tokens, arguments.steps, cold=True) for name in arguments.shapes]
+        cold_steps = arguments.samples // (2 * number) - COLD_WARM_UP_STEPS
+        cases += [Case(name, 2, 2 * arguments.tokens, cold_steps, cold=True) for name in arguments.shapes]
         cases += [Case(arguments.shapes[0], 2, 2 * arguments.tokens, arguments.steps, deterministic=True)]
         if number == max(arguments.gpus) and arguments.largest:
             cases.append(Case(arguments.largest, 2, 2 * arguments.tokens, arguments.steps, save=True))
@@ -144,7 +148,7 @@ def show(report: dict[str, Any]) -> None:
     rows = [row for row in report["rows"] if "out_of_memory" not in row]
     plain = [row for row in rows if not row["cold"] and not row["deterministic"]]
     alone = {(row["shape"], row["zero"]): row["tokens_per_second"] for row in plain if row["gpus"] == 1}
-    table = Table("work", "GPUs", "ZeRO", "tokens/s", "x", "ms/step", "data wait", "peak GiB", "disk GB/s")
+    table = Table("work", "GPUs", "ZeRO", "tokens/s", "x", "ms/step", "data wait", "peak GiB", "estimate", "disk GB/s")
     for row in rows:
         one = alone.get((row["shape"], row["zero"]))
         notes = [name for name in ("cold", "deterministic") if row[name]]
@@ -157,6 +161,7 @@ def show(report: dict[str, Any]) -> None:
             f"{row['ms_per_step']:.0f}",
             f"{max(row['data_wait_share']):.1%}",
             f"{max(row['peak_bytes']) / 2**30:.1f}",
+            "-" if row["estimated_bytes"] is None else f"{row['estimated_bytes'] / 2**30:.1f}",
             "-" if row["disk"] is None else f"{row['disk']['gb_per_second']:.2f}",
         )
     console = Console(width=120)
@@ -177,16 +182,18 @@ def show(report: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--dir", type=Path, required=True, help="a folder on the disk in question")
-    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2], help="numbers of GPUs")
+    parser.add_argument("--gpus", type=int, nargs="*", default=[1, 2], help="numbers of GPUs; none: write the stores")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["d4096", "d7168"])
     parser.add_argument("--largest", choices=SHAPES, default="d7168-full", help="the head whose memory is compared")
     parser.add_argument("--tokens", type=int, default=8192, help="of a sample")
-    parser.add_argument("--steps", type=int, default=6, help="timed optimizer steps")
-    parser.add_argument("--gigabytes", type=float, default=8.0, help="of each store")
+    parser.add_argument("--steps", type=int, default=4, help="timed optimizer steps")
+    parser.add_argument("--samples", type=int, default=16, help="of each store: 8 for each GPU last a cold run")
     parser.add_argument("--commit", default="", help="where there is no git")
     parser.add_argument("--out", type=Path, help="also write the figures as JSON")
     arguments = parser.parse_args()
     report = run(arguments)
+    if not arguments.gpus:
+        return
     show(report)
     shutil.rmtree(arguments.dir)
     if arguments.out is not None:

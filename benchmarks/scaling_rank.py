@@ -27,6 +27,7 @@ from eagle3.training.batches import Batches, Position
 from eagle3.training.checkpoints import TrainState
 from eagle3.training.distributed import gather, start
 from eagle3.training.engine import Engine, TTTModule
+from eagle3.training.memory import plan_memory
 from eagle3.training.optimizer_step import StepResult, take_step
 from eagle3.training.prefetch import prefetched
 from eagle3.training.saves import Saver
@@ -34,6 +35,7 @@ from eagle3.training.sequence_split import Ranks
 from train import D4096, D7168, TTT_STEPS, Shape, drafter_config, random_target
 
 WARM_UP_STEPS = 3
+COLD_WARM_UP_STEPS = 1  # of a pass over a store that is read once; kernels are compiled by then
 SHAPES = {
     "tiny": Shape(64, 128, 4, 2, 16, 256, 512),
     "d4096": D4096,
@@ -79,7 +81,10 @@ def make_engine(case: Case) -> Engine:
         torch.zeros(shape.draft_vocab_size, dtype=torch.int64),
         torch.arange(shape.vocab_size) < shape.draft_vocab_size,
     )
-    return Engine(config, accelerator, world, TTTModule(drafter, target, config.objective, bf16=on_gpu))
+    engine = Engine(config, accelerator, world, TTTModule(drafter, target, config.objective, bf16=on_gpu))
+    if on_gpu:
+        engine.module.memory_plan = plan_memory(drafter.config, engine.setup, target, TTT_STEPS, world.device)
+    return engine
 
 
 def measure(case: Case, store_path: Path) -> dict[str, Any]:
@@ -101,7 +106,8 @@ def measure(case: Case, store_path: Path) -> dict[str, Any]:
             disk = measured(lambda: read_plain(store_path, pin=world.device.type == "cuda"))
             drop_caches(store_path)
         gather(None)
-    positions = itertools.islice(batches.positions(Position()), WARM_UP_STEPS + case.num_steps)
+    warm_up = COLD_WARM_UP_STEPS if case.cold else WARM_UP_STEPS
+    positions = itertools.islice(batches.positions(Position()), warm_up + case.num_steps)
     waits: list[float] = []
     seconds: list[float] = []
     tokens: list[int] = []
@@ -110,10 +116,10 @@ def measure(case: Case, store_path: Path) -> dict[str, Any]:
         result = take_step(engine, batch, learning_rate=1e-5)
         seconds.append(time.perf_counter() - started)
         tokens.append(batch.num_tokens)
-        if len(seconds) == WARM_UP_STEPS and world.device.type == "cuda":
+        if len(seconds) == warm_up and world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
     synchronize(world.device)
-    figures = figures_of(case, engine, waits[WARM_UP_STEPS:], seconds[WARM_UP_STEPS:], tokens[WARM_UP_STEPS:], result)
+    figures = figures_of(case, engine, waits[warm_up:], seconds[warm_up:], tokens[warm_up:], result)
     figures["disk"] = disk
     if case.save:
         figures["saved"] = measure_save(engine, batches, store_path.parent / "run")
@@ -141,6 +147,8 @@ def figures_of(
     total = sum(waits) + sum(seconds)
     shares = gather(sum(waits) / total)
     num_parameters = sum(parameter.numel() for parameter in engine.module.parameters())
+    plan = engine.module.memory_plan
+    estimate = None if plan is None else plan.estimate(case.batch_tokens, case.batch_tokens)
     return {
         **dataclasses.asdict(case),
         "gpus": engine.world.size,
@@ -151,6 +159,8 @@ def figures_of(
         "ms_per_step": 1e3 * statistics.median(wait + step for wait, step in zip(waits, seconds, strict=True)),
         "data_wait_share": shares,  # of each rank
         "peak_bytes": peaks,  # of each rank
+        "estimated_bytes": None if estimate is None else estimate.total,
+        "estimate": str(estimate),
         "grad_norm": result.grad_norm,
     }
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from draft_oracle import CachedDrafter, tiny_drafter
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from eagle3.draft import context_attention
 from eagle3.draft.head import HeadSums, LossKind, chunks
 from eagle3.draft.model import Eagle3Drafter
 from eagle3.draft.objective import TTTSums, _pack_targets, ttt_sums
@@ -105,6 +107,33 @@ def loop_sums(
                 if drop_rejected and target_ids[int(drafted.logits.argmax())] != recorded:
                     break
     return sums
+
+
+@pytest.mark.parametrize("drop_rejected", [False, True])
+def test_prompts_need_no_queries(
+    drop_rejected: bool, samples: list[FeatureSample], target: TargetWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where tokens before a document's first counted row do not attend."""
+    drafter = tiny_drafter()
+    results = []
+    queries: list[int] = []
+    forward = context_attention.context_forward
+
+    def noted(query: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+        queries.append(query.shape[0])
+        return forward(query, *args)
+
+    monkeypatch.setattr("eagle3.draft.attention.context_forward", noted)
+    # Rows are counted from tokens 1 and 0 of the first two documents on; of the others one token is left.
+    for all_queries, num_queries in ((True, 7 + 10 + 3 + 2), (False, 6 + 10 + 1 + 1)):
+        answer = partial(lambda lengths, device, all_queries: all_queries, all_queries=all_queries)
+        monkeypatch.setattr("eagle3.draft.ttt.wants_all_queries", answer)
+        queries.clear()
+        sums = sums_of(drafter, target, pack(samples), drop_rejected=drop_rejected)
+        assert set(queries) == {num_queries}
+        results.append({"loss": sums.loss, **gradients(drafter, sums.loss)})
+    for name, expected in results[0].items():
+        torch.testing.assert_close(results[1][name], expected, rtol=1e-5, atol=1e-6, msg=name)  # fp32, other order
 
 
 @pytest.mark.parametrize("renormalise", [True, False])

@@ -17,10 +17,10 @@ from eagle3.draft.fusion import has_kernels, take
 
 
 class Places(NamedTuple):
-    """Where the rows of a draft step stand."""
+    """Where the rows of a draft step stand, among the T tokens that can attend."""
 
-    rows: Tensor  # (R,) int64, ascending: the token of each row
-    row_of_token: Tensor  # (T,) int64: the row at each token, -1 where there is none
+    rows: Tensor  # (R,) int64, ascending: which of T each row is
+    row_of_token: Tensor  # (T,) int64: the row at each of them, -1 where there is none
     documents: Documents
 
 

@@ -24,12 +24,12 @@ Kernel = Literal["cudnn", "flash", "efficient", "cpu"]
 class Documents(NamedTuple):
     """Documents one after another on a token axis.
 
-    Of a document that is split over packs its tokens here are the last of those that have keys.
+    The tokens here are each document's last ones: those before them have keys, and attend to nothing.
     """
 
-    lengths: tuple[int, ...]  # tokens, adding up to T
+    lengths: tuple[int, ...]  # tokens that attend, adding up to T
     bounds: Tensor  # (documents + 1,) int32: where each starts, and T
-    key_lengths: tuple[int, ...]  # tokens with keys, adding up to T'; the lengths themselves unless documents are split
+    key_lengths: tuple[int, ...]  # tokens with keys, adding up to T'
     key_bounds: Tensor  # (documents + 1,) int32
 
     @classmethod
@@ -44,18 +44,30 @@ class Documents(NamedTuple):
         return cls(lengths, bounds, key_lengths, key_bounds)
 
 
+def has_plan(lengths: tuple[int, ...]) -> bool:
+    """Tells whether documents are of one length that comes again, so that a plan for them is worth compiling."""
+    return len(set(lengths)) == 1 and lengths[0] % PLANNED_TOKENS == 0
+
+
+def wants_all_queries(lengths: tuple[int, ...], device: torch.device) -> bool:
+    """Tells whether documents are attended to faster, or in less memory, with queries that nobody needs than without.
+
+    cuDNN's kernels know square masks alone, and the CPU's would be given one of T x T' numbers.
+    """
+    return device.type == "cpu" or has_plan(lengths)
+
+
 def kernel_for(query: Tensor, documents: Documents) -> Kernel:  # (T, n_q, d)
     """Chooses the fastest kernel that can do it, the same for forward and backward."""
     if not query.is_cuda:
         return "cpu"
     if query.dtype not in (torch.bfloat16, torch.float16):
         return "efficient"
-    length, head_dim = documents.lengths[0], query.shape[-1]
-    recurs = len(set(documents.lengths)) == 1 and length % PLANNED_TOKENS == 0
+    head_dim = query.shape[-1]
     fits = head_dim <= 128 and head_dim % 8 == 0 and torch.backends.cudnn.is_available()
     if (
-        recurs
-        and fits
+        fits
+        and has_plan(documents.lengths)
         and documents.key_lengths == documents.lengths
         and torch.cuda.get_device_capability(query.device)[0] >= HOPPER
     ):

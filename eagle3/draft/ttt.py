@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eagle3.config import UserError
 from eagle3.draft.attention import Places, draft_attention
-from eagle3.draft.context_attention import Documents
+from eagle3.draft.context_attention import Documents, wants_all_queries
 from eagle3.draft.fusion import TakeRows, TokenHeads
 from eagle3.draft.layer import Rotation, embeds_heads, finish, layer_weights, project
 from eagle3.draft.model import Eagle3Drafter
@@ -151,9 +151,11 @@ class Chains:
     context: (
         Tensor  # (T', 2 n_kv, d) step-0 keys and values, once the first step has run; T' is T if documents are whole
     )
+    # The tokens that can attend, T_q in all, are each document's from its first counted row on: no query is computed
+    # for a prompt.
     _embeds: Tensor  # (T, n_q + 2 n_kv, d) what each token's embedding gives to the rows that read it
     _hidden: Tensor  # (R_(k-1), D) what the step before hands on
-    _places: Places  # of the step before
+    _places: Places  # of the step before, among the T_q tokens
 
     def __init__(
         self,
@@ -170,11 +172,18 @@ class Chains:
         self._num_links = ttt_steps - 1
         self._num_recomputed = num_recomputed
         self._step = 0
-        self._chain: Tensor | None = None  # (K - 1, T, 2 n_kv, d) own keys and values of later steps
+        self._chain: Tensor | None = None  # (K - 1, T_q, 2 n_kv, d) own keys and values of later steps
         self._weights = layer_weights(drafter)
         key_lengths = packed.document_lengths if packed.share is None else packed.share.key_lengths
         self._tables = drafter.rope_tables(max(key_lengths, default=0) + ttt_steps)
-        self._documents = Documents.of(packed.document_lengths, packed.input_ids.device, key_lengths)
+        device = packed.input_ids.device
+        first_rows = _first_rows(packed)
+        lengths = torch.tensor(packed.document_lengths, dtype=torch.int64)
+        query_lengths = tuple((lengths - first_rows).tolist())
+        first_tokens = first_rows + lengths.cumsum(0) - lengths
+        attends = torch.arange(int(lengths.sum())) >= first_tokens.repeat_interleave(lengths)
+        self._place_of_token = (attends.cumsum(0) - 1).to(device)  # (T,), of tokens that attend
+        self._documents = Documents.of(query_lengths, device, key_lengths)
 
     def advance(self, rows: Tensor) -> DraftStep:  # (R_k,) tokens, ascending, of those of the step before
         """Runs the next draft step on recorded tokens."""
@@ -183,10 +192,9 @@ class Chains:
                 0, self._drafter.config.hidden_size, dtype=self._drafter.compute_dtype()
             )
             return DraftStep(rows=rows, hidden=nothing, normed=nothing)
-        row_of_token = torch.full_like(self._packed.input_ids, -1)  # (T,)
-        row_of_token[rows] = torch.arange(rows.numel(), device=rows.device)
-        places = Places(rows, row_of_token, self._documents)
-        projected, residual = self._first(places) if self._step == 0 else self._next(places)
+        at = self._place_of_token[rows]  # (R_k,)
+        places = Places(at, _inverse(at, sum(self._documents.lengths)), self._documents)
+        projected, residual = self._first(rows) if self._step == 0 else self._next(rows, places)
         attended, self._chain = draft_attention(projected, self.context, self._chain, self._step, places)
         output, normed = finish(residual, attended, self._weights, recompute=self._step < self._num_recomputed)
         self._hidden = normed if self._drafter.config.norm_output else output
@@ -194,7 +202,7 @@ class Chains:
         self._step += 1
         return DraftStep(rows=rows, hidden=output, normed=normed)
 
-    def _first(self, places: Places) -> tuple[Tensor, Tensor]:  # queries (R_0, n_q, d), residual (R_0, D)
+    def _first(self, rows: Tensor) -> tuple[Tensor, Tensor]:  # queries (R_0, n_q, d), residual (R_0, D)
         """Makes the keys and values of all tokens, and queries of the rows."""
         config, positions, weights = self._drafter.config, self._packed.positions, self._weights
         self._embeds = embeds_heads(self._embed_tokens, self._packed.input_ids, weights, config.head_dim)
@@ -203,22 +211,20 @@ class Chains:
         next_tokens = _next_tokens(self._packed)
         context, _ = self._project(next_tokens, hidden, weights.key_value, positions, num_queries, num_keys)
         self.context = context if self._packed.share is None else self._packed.share.gather(context)
-        hidden = TakeRows.apply(hidden, places.rows, places.row_of_token)  # (R_0, D)
-        rows = places.rows
+        hidden = TakeRows.apply(hidden, rows, _inverse(rows, hidden.shape[0]))  # (R_0, D)
         return self._project(rows + 1, hidden, weights.query, positions[rows], 0, num_queries)
 
-    def _next(self, places: Places) -> tuple[Tensor, Tensor]:  # (R_k, n_q + 2 n_kv, d), residual (R_k, D)
+    def _next(self, rows: Tensor, places: Places) -> tuple[Tensor, Tensor]:  # (R_k, n_q + 2 n_kv, d), residual (R_k, D)
         """Makes queries, keys and values of the rows that go on, from what they put out."""
         config, before = self._drafter.config, self._places
         if self._step == 1:
-            self._chain = self.context.new_empty(
-                self._num_links, self._packed.input_ids.numel(), *self.context.shape[1:]
-            )
+            num_places = places.row_of_token.numel()
+            self._chain = self.context.new_empty(self._num_links, num_places, *self.context.shape[1:])
         hidden = self._hidden
-        if places.rows.numel() < before.rows.numel():
+        if rows.numel() < before.rows.numel():
             hidden = TakeRows.apply(hidden, before.row_of_token[places.rows], places.row_of_token[before.rows])
-        tokens = places.rows + 1 + self._step
-        positions = self._packed.positions[places.rows] + self._step
+        tokens = rows + 1 + self._step
+        positions = self._packed.positions[rows] + self._step
         num_rotated = config.num_attention_heads + config.num_key_value_heads
         return self._project(tokens, hidden, self._weights.query_key_value, positions, 0, num_rotated)
 
@@ -272,6 +278,25 @@ def chain_matches(
             drafted = target_ids[drafter.lm_head(normed).argmax(-1)]  # (R_chunk,)
             matches[torch.searchsorted(rows, some_rows), index] = drafted == packed.input_ids[some_rows + 2 + index]
     return ChainMatches(rows=rows, matches=matches)
+
+
+def _first_rows(packed: PackedSequences) -> Tensor:  # (documents,)
+    """Returns the place in each document of the first token that attends: its first counted row, or its last token."""
+    lengths = torch.tensor(packed.document_lengths, dtype=torch.int64)
+    if wants_all_queries(packed.document_lengths, packed.input_ids.device):
+        return torch.zeros_like(lengths)
+    ends = lengths.cumsum(0)
+    starts = ends - lengths
+    rows = torch.cat([packed.counted(1)[0], ends[-1:]])  # the end, so that there is always a next one
+    following = rows[torch.searchsorted(rows, starts)]
+    return torch.minimum(following, ends - 1) - starts
+
+
+def _inverse(index: Tensor, size: int) -> Tensor:  # (N,) -> (size,)
+    """Returns where in the index each number below `size` is, -1 where it is not."""
+    inverse = torch.full((size,), -1, dtype=index.dtype, device=index.device)
+    inverse[index] = torch.arange(index.numel(), device=index.device)
+    return inverse
 
 
 def _next_tokens(packed: PackedSequences) -> Tensor:  # (T,)

@@ -99,15 +99,14 @@ class MemoryPlan:
         queries = config.num_attention_heads * config.head_dim
         keys_values = 2 * config.num_key_value_heads * config.head_dim
         # Captured states of this micro-batch and the next one, with their norms; fused ones; what embeddings give;
-        # step-0 keys and values, and chains of later steps.
-        per_token = (4 if config.fc_norm else 2) * aux + hidden + queries + keys_values + steps * keys_values
-        # At each step: queries at tokens, log-sum-exp, which rows there are.
-        per_token += steps * queries
-        num_bytes = num_tokens * (BF16 * per_token + steps * (FP32 * config.num_attention_heads + INT64))
-        # At each step: what the layer reads, its two sums, the head's gradient, attention's output; gate and up. The
-        # target's last states, of this micro-batch and the next one.
-        per_row = steps * (4 * hidden + queries) + (steps - num_recomputed) * 2 * config.intermediate_size + 2 * hidden
-        return num_bytes + num_rows * (BF16 * per_row + steps * 3 * INT64)
+        # step-0 keys and values.
+        per_token = (4 if config.fc_norm else 2) * aux + hidden + queries + 2 * keys_values
+        # At each step: what the layer reads, its two sums, the head's gradient, queries, attention's output, own keys
+        # and values; gate and up. The target's last states, of this micro-batch and the next one.
+        per_row = steps * (4 * hidden + 2 * queries + keys_values) + 2 * hidden - keys_values
+        per_row += (steps - num_recomputed) * 2 * config.intermediate_size
+        per_row_and_step = FP32 * config.num_attention_heads + 4 * INT64  # log-sum-exp, and which rows there are
+        return num_tokens * BF16 * per_token + num_rows * (BF16 * per_row + steps * per_row_and_step)
 
     def _scoring_bytes(self, num_rows: int) -> int:
         """Returns what the head takes besides: normed outputs, and the logits of one chunk and of its targets."""

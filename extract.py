@@ -9,7 +9,9 @@ from eagle3.config import ExtractConfig, find_config, load_config
 
 def main() -> None:
     parser = command_parser("Captures a target's hidden states on prompts, and the target's answers.", "default.yaml")
-    parser.add_argument("--prompts", help="a JSONL file of conversations (default: prompts.path of the config)")
+    parser.add_argument(
+        "--prompts", help="a file, a glob, a folder, or hf:OWNER/NAME (default: prompts.path of the config)"
+    )
     arguments = parse_arguments(parser)
     config = load_config(ExtractConfig, find_config(arguments.config, "extract"), arguments.overrides)
     if arguments.prompts is not None:

@@ -22,6 +22,12 @@ SUBCOMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 }
 
 
+_USAGE = f"""usage: python -m eagle3 SUBCOMMAND [ARGUMENTS]
+
+SUBCOMMAND is one of {", ".join(sorted(SUBCOMMANDS))}; each says with --help what it takes.
+extract.py, train.py and evaluate.py are commands of their own."""
+
+
 def main() -> None:
     """Runs the subcommand that the command line names."""
     run_command(lambda: run_subcommand(sys.argv[1:]))
@@ -34,6 +40,9 @@ def run_subcommand(argv: Sequence[str]) -> None:
         UserError: there is none of that name.
     """
     name = argv[0] if argv else "none"
+    if name in ("-h", "--help"):
+        print(f"{__doc__}\n\n{_USAGE}")
+        return
     if name not in SUBCOMMANDS:
         raise UserError(f"a subcommand must be one of {', '.join(sorted(SUBCOMMANDS))}, got {name}")
     sys.exit(SUBCOMMANDS[name](argv[1:]))

@@ -164,8 +164,9 @@ def test_a_store_is_simulated_with_and_without_the_target_in_this_process(
 
 def test_contradicting_settings_are_refused_together(tmp_path: Path, prompts: Path) -> None:
     bad = {"max_new_tokens": 0, "batch_size": 0, "held_out_share": 1.5, "max_prompts": 0, "timed_prompts": -1}
+    nested = {"speculation.num_draft_tokens": 0, "prompts.too_long": "split", "prompts.train_on": "last"}
     with pytest.raises(UserError) as error:
-        evaluate(settings(tmp_path, prompts, **bad, **{"speculation.num_draft_tokens": 0}))
+        evaluate(settings(tmp_path, prompts, **bad, **nested))
     message = str(error.value)
     assert "target.path must name the target, got none" in message
     assert "drafter must name a directory in SGLang's format, got null" in message
@@ -173,6 +174,8 @@ def test_contradicting_settings_are_refused_together(tmp_path: Path, prompts: Pa
         assert f"{name} must be 1 or more, got 0" in message
     assert "max_new_tokens must be 2 or more, got 0; the first token comes from prefill" in message
     assert "timed_prompts must be 0 or more, got -1" in message
+    assert "prompts.too_long must be 'drop' in an evaluation, got 'split'; it is for given answers" in message
+    assert "prompts.train_on must be 'all' in an evaluation, got 'last'; it is for given answers" in message
     assert "held_out_share must be above 0 and at most 1, got 1.5" in message
     with pytest.raises(UserError) as error:
         evaluate(settings(tmp_path, prompts, server="http://host", store="s", compare_untrained="true"))

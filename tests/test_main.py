@@ -18,3 +18,11 @@ def test_a_subcommands_answer_is_the_exit_code(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(SystemExit) as exit_info:
         entry.run_subcommand(["count", "a", "b"])
     assert exit_info.value.code == 2
+
+
+@pytest.mark.parametrize("name", ["-h", "--help"])
+def test_help_names_the_subcommands(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    entry.run_subcommand([name])
+    said = capsys.readouterr().out
+    assert "usage: python -m eagle3 SUBCOMMAND" in said
+    assert all(subcommand in said for subcommand in entry.SUBCOMMANDS)

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from eagle3.capture.selection import select_rows
+from eagle3.config import InspectConfig, PromptsConfig, RegenerateConfig, TargetConfig, UserError
 from eagle3.evaluation import prompt_report
 from eagle3.prompts.conversations import Conversation
 from eagle3.prompts.rendering import ChatRenderer
@@ -78,7 +80,7 @@ def test_dropped_rows_are_counted_by_kind_and_go_to_a_side_file(
     ]  # fmt: skip
     assert lines[1]["reason"].startswith("row must have at most 60 tokens, got ")
     for kind in ("malformed", "too long", "id again", "not rendered"):
-        assert f"{kind} " in said
+        assert f" {kind}: 1 rows line " in said
     elsewhere = tmp_path / "there" / "bad.jsonl"
     assert prompt_report.main([path, "--rejected", str(elsewhere)]) == 1
     assert len(elsewhere.read_text().splitlines()) == 2  # without a target nothing is rendered
@@ -91,8 +93,13 @@ def test_rows_that_are_split_are_counted(tmp_path: Path, tiny_target: Path, caps
     assert prompt_report.main([path, "--target", str(tiny_target), *settings]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "1 rows, 1 usable" in said
-    assert "samples of at most 100 tokens, 1 rows shortened (prompts.too_long=split)" in said
-    assert "1 samples" not in said
+    assert "samples of at most 100 tokens; 1 rows shortened (prompts.too_long=split), which leaves out 0 sup" in said
+    assert " 1 samples" not in said
+    long["messages"][2] = {"role": "user", "content": "One? " * 30}  # an exchange that fits no sample
+    assert prompt_report.main([write(tmp_path / "rows.jsonl", long), "--target", str(tiny_target), *settings]) == 0
+    answer = len(load_tokenizer(str(tiny_target), False)("1.<|im_end|>", add_special_tokens=False)["input_ids"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"1 rows shortened (prompts.too_long=split), which leaves out {answer} supervised tokens" in said
 
 
 def test_without_a_target_lengths_are_in_characters(capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,3 +118,124 @@ def test_a_long_row_is_shown_by_its_ends() -> None:
     assert "[...]" in shown
     assert "Because." in shown
     assert len(shown) < 2000
+
+
+def test_what_extraction_will_take_is_said_for_answers_to_come_and_for_given_ones(
+    tmp_path: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    called = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    rows = [
+        talk("One?", "1."),
+        {"text": "Raw."},
+        {"turns": ["First?", "Second?"]},
+        talk("End?", "a<|im_end|>b"),  # its answer cannot be rendered; another one can be written
+        {"messages": [*talk("Two?", "2.")["messages"][:1], called]},
+        {"prompt": "Three? " * 100},
+    ]
+    path = write(tmp_path / "rows.jsonl", *rows)
+    arguments = [path, "--target", str(tiny_target), "prompts.max_tokens=100", "--show", "9"]
+    assert prompt_report.main(arguments) == 1
+    said = capsys.readouterr().out
+    assert "6 rows, 3 usable, 3 dropped" in said
+    config = PromptsConfig(path, max_tokens=100)
+    renderer = ChatRenderer(load_tokenizer(str(tiny_target), False), {})
+    asked = select_rows(config, renderer, RegenerateConfig(), max_tokens=100)
+    given = select_rows(config, renderer, RegenerateConfig(enabled=False), max_tokens=100)
+    assert [row.conversation.line for row in asked.rows] == [1, 3, 4]
+    assert [row.conversation.line for row in given.rows] == [1, 2]
+    assert "(regenerate.enabled, the default): 3 rows, and 3 not; the first is line 2: row must be a conv" in said
+    assert "(regenerate.enabled=false): 2 samples of at most 100 tokens\n" in said
+    assert "line 6: prompt must have fewer than 100 tokens, got " in said
+    # Prompts alone are shown as the server gets the first of them.
+    assert "First?<|im_end|>\n<|im_start|>assistant\n\n[then] Second?\n" in said
+
+
+def test_turns_without_answers_need_a_template_that_takes_them_one_by_one_only(
+    tmp_path: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template = tmp_path / "strict.jinja"
+    template.write_text(
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    path = write(tmp_path / "rows.jsonl", {"turns": ["First?", "Second?"]})
+    assert prompt_report.main([path, "--target", str(tiny_target), f"prompts.chat_template={template}"]) == 0
+    assert "1 rows, 1 usable, 0 dropped" in capsys.readouterr().out
+
+
+def test_files_of_a_folder_are_listed_with_those_that_are_not_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("x")
+    write(folder / "a.jsonl", talk("One?", "1."), {})
+    write(folder / "b.jsonl", talk("Two?", "2.", id="a"), talk("Three?", "3.", id="a"))
+    assert prompt_report.main([str(folder), "--rejected", str(tmp_path / "side.jsonl")]) == 1
+    said = capsys.readouterr().out
+    assert f"  {folder}/a.jsonl: 2 rows\n  {folder}/b.jsonl: 2 rows\n" in said
+    assert f"  {folder}/notes.txt: in no form that is read, left out\n" in said
+    assert f"    {folder}/b.jsonl:2: id must be unique, got 'a' again (first on line 1 of {folder}/b.jsonl" in said
+
+
+def test_a_side_file_of_an_earlier_look_does_not_stay(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", talk("One?", "1."), {})
+    assert prompt_report.main([path]) == 1
+    assert Path("ckpts/rows.jsonl.rejected.jsonl").exists()
+    write(tmp_path / "rows.jsonl", talk("One?", "1."))
+    assert prompt_report.main([path]) == 0
+    assert not Path("ckpts/rows.jsonl.rejected.jsonl").exists()
+    assert prompt_report.main([f"{tmp_path}/*.jsonl"]) == 0
+
+
+def test_what_cannot_be_reported_is_refused_at_once(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", talk("One?", "1."))
+    wrong = ["--server", "http://x", "--show", "-1", "--rejected", path, "held_out_share=2", "prompts.max_tokens=0"]
+    with pytest.raises(UserError) as caught:
+        prompt_report.main([path, *wrong])
+    assert str(caught.value).splitlines() == [
+        "--server must come with --target DIRECTORY, got none; its rendering is compared with the target's here",
+        "--show must be 0 or more, got -1",
+        "held_out_share must be from 0 to 1, got 2.0",
+        "prompts.max_tokens must be 1 or more, got 0",
+        f"--rejected must be another file than the prompts, got {path!r}; it is written anew",
+    ]
+    assert json.loads(Path(path).read_text()) == talk("One?", "1.")
+
+
+def test_a_training_split_without_rows_or_drafts_is_said(
+    tmp_path: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "rows.jsonl", talk("One?", "1."))
+    assert prompt_report.main([path, "--target", str(tiny_target), "held_out_share=1"]) == 0
+    assert "no row is left to train on, 1 are held out (held_out_share=1.0)" in capsys.readouterr().out
+    path = write(tmp_path / "rows.jsonl", {"input_ids": [1, 2], "loss_mask": [0, 1]})
+    assert prompt_report.main([path, "--target", str(tiny_target), "draft.draft_vocab_size=48"]) == 0
+    said = capsys.readouterr().out
+    assert "tokens cover 100.00%" in said
+    assert "lost to the rest" not in said  # an answer of one token takes no draft
+
+
+def test_the_ceiling_of_tau_is_taken_over_answers_and_not_over_rows(tmp_path: Path, tiny_target: Path) -> None:
+    rows = [{"messages": talk("One?", "1.")["messages"] * 3}]
+    prompts = PromptsConfig(write(tmp_path / "rows.jsonl", *rows))
+    config = InspectConfig(TargetConfig(str(tiny_target)), prompts, held_out_share=0)
+    renderer = ChatRenderer(load_tokenizer(str(tiny_target), False), {})
+    counts = prompt_report.TokenCounts()
+    prompt_report.look_through(config, renderer, tmp_path / "side.jsonl", counts)
+    answer = load_tokenizer(str(tiny_target), False)("1.<|im_end|>", add_special_tokens=False)["input_ids"]
+    assert [ids.tolist() for ids in counts.answers] == [answer] * 3
+
+
+def test_calls_thoughts_and_ids_are_shown_without_a_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    called = {"tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}], "reasoning_content": "Hm."}
+    rows = [
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", **called}]},
+        {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]},
+    ]
+    assert prompt_report.main([write(tmp_path / "rows.jsonl", *rows)]) == 0
+    said = capsys.readouterr().out
+    assert 'assistant: (Hm.) [{"id": "a", "type": "function", "function": {"name": "f", "arguments": {}}}]' in said
+    assert "[1] [2, 3]" in said
+    assert "0 rows are prompts only, 1 have tool calls" in said
+    assert "without --target nothing is rendered" in said

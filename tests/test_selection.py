@@ -1,6 +1,7 @@
 """Every row of a prompts file is either captured or accounted for."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +107,32 @@ def test_the_first_bad_row_ends_a_strict_run(tmp_path: Path, tokenizer: Any) -> 
 def test_no_usable_row_is_an_error_that_says_why(tmp_path: Path, tokenizer: Any) -> None:
     with pytest.raises(UserError, match=r"at least one usable row, got none of 2: line 1, row must have an assistant"):
         select(tmp_path, tokenizer, [turns("One?"), {"no": 1}], GIVEN)
+
+
+def test_a_row_that_is_left_out_on_purpose_ends_no_strict_run(tmp_path: Path, tokenizer: Any) -> None:
+    (tmp_path / "bench.jsonl").write_text('{"prompt": "Two?"}\n')
+    rows = [turns("One?", "Yes."), turns("Two?", "No."), turns("One", "Yes.")]
+    settings = {"exclude": [str(tmp_path / "bench.jsonl")], "near_duplicates": "drop", "fail_on_bad_row": True}
+    selection = select(tmp_path, tokenizer, rows, GIVEN, **settings)
+    assert [row.conversation.line for row in selection.rows] == [1]
+    assert [row.kind for row in selection.bad_rows] == ["question set", "near duplicate"]
+
+
+def test_cutting_given_answers_is_refused_where_the_target_writes_them(tmp_path: Path, tokenizer: Any) -> None:
+    said = r"prompts\.too_long must be 'drop' where the target writes the answers, got 'split': it cuts given ones"
+    with pytest.raises(UserError, match=said):
+        select(tmp_path, tokenizer, [turns("One?", "Yes.")], WRITTEN, too_long="split")
+
+
+def test_what_cutting_leaves_out_is_counted_and_said(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [turns("One?", "Yes.", "word " * 60, "No.", "Three?", "Yes."), turns("Two?", "No.")]
+    with caplog.at_level(logging.INFO):
+        selection = select(tmp_path, tokenizer, rows, GIVEN, max_tokens=100, too_long="split")
+    lost = len(tokenizer("No.<|im_end|>", add_special_tokens=False)["input_ids"])
+    assert (selection.num_shortened, selection.num_lost) == (1, lost)
+    assert [row.conversation.id.partition("#")[2] for row in selection.rows] == ["piece-1", "piece-2", ""]
+    assert f"1 rows are cut (prompts.too_long=split), which leaves out {lost} supervised tokens" in caplog.text
+    whole = select(tmp_path, tokenizer, rows[1:], GIVEN, max_tokens=100, too_long="split")
+    assert (whole.num_shortened, whole.num_lost) == (0, 0)

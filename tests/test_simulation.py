@@ -1,6 +1,7 @@
 """`eagle3 simulate`: several drafters and ways of serving side by side, by domain, on what training left out."""
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from eagle3.config import UserError
 from eagle3.draft.export import export_drafter
 from eagle3.draft.target_weights import load_target_config
-from eagle3.evaluation.simulation import main
+from eagle3.evaluation.simulation import main, read_domains
 from eagle3.evaluation.target import LocalTarget
 from eagle3.features.record import FeatureSample, is_held_out
 
@@ -70,3 +71,11 @@ def test_a_share_that_leaves_nothing_is_refused(tiny_target: Path, store: Path) 
     argv = [str(store), "--target", str(tiny_target), "--drafter", str(store.parent / "drafter-0")]
     with pytest.raises(UserError, match="--held-out-share must leave samples of the store, got none of 10 with 1e-09"):
         main([*argv, "--held-out-share", "1e-9"])
+
+
+def test_rows_without_a_domain_for_want_of_a_row_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"id": "a", "prompt": "Hi?", "domain": "chat"}\n{"id": "b", "prompt": "Ho?"}\noops\n')
+    with caplog.at_level(logging.WARNING):
+        assert read_domains(path) == {"a": "chat"}
+    assert "1 rows cannot be read and have no domain; the first is line 3: row must be JSON" in caplog.text

@@ -140,6 +140,29 @@ def test_bad_rows_are_counted_or_end_the_run(tmp_path: Path, caplog: pytest.LogC
         select_conversations(strict)
 
 
+def test_copies_and_measured_questions_are_left_out_as_in_extraction(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"id": i, "messages": [user(text)]} for i, text in enumerate(("One?", "one", "Two?", "Three?"))]
+    path = write_prompts(tmp_path / "p.jsonl", rows).prompts.path
+    write_prompts(tmp_path / "bench.jsonl", [{"messages": [user("Three?")]}])
+    prompts = PromptsConfig(
+        path=path, near_duplicates="drop", exclude=[str(tmp_path / "bench.jsonl")], fail_on_bad_row=True
+    )
+    with caplog.at_level(logging.WARNING):
+        kept = select_conversations(EvaluateConfig(prompts=prompts))
+    assert [row.line for row in kept] == [1, 3]
+    assert "2 of 4 rows cannot be used; the first is line 2: row must be unlike the ones before it" in caplog.text
+
+
+def test_what_else_a_folder_has_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_prompts(tmp_path / "p.jsonl", [{"messages": [user("hi")]}])
+    (tmp_path / "notes.txt").write_text("x")
+    with caplog.at_level(logging.INFO):
+        assert len(select_conversations(EvaluateConfig(prompts=PromptsConfig(path=str(tmp_path))))) == 1
+    assert f"prompts: {tmp_path}/notes.txt is in no form that is read, and left out" in caplog.text
+
+
 def test_prompts_must_be_named() -> None:
     with pytest.raises(UserError, match=r"prompts.path must name a file, got null"):
         select_conversations(EvaluateConfig())

@@ -3,10 +3,11 @@
 Nothing here runs the target, so that a whole file is known before anything is spent.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -15,9 +16,12 @@ from eagle3.capture.regenerate import count_user_turns
 from eagle3.config import PromptsConfig, RegenerateConfig, UserError
 from eagle3.plan import SampleSize
 from eagle3.prompts.conversations import BadRow, Conversation
-from eagle3.prompts.lengths import fit, render_row
+from eagle3.prompts.lengths import first_prompt_ids, fit, last_prompt_ids, render_row, why_prompt_too_long
 from eagle3.prompts.rendering import ChatRenderer
+from eagle3.prompts.sources import unread_files
 from eagle3.prompts.workers import examine_rows, settings_for
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,14 @@ class Row:
 
     conversation: Conversation
     size: SampleSize  # exact for given answers; for answers to come a bound, unless their text encodes to more tokens
+
+
+@dataclass(frozen=True)
+class _Fitted:
+    """What is captured of a row."""
+
+    rows: list[Row]
+    num_lost: int = 0  # supervised tokens that do not fit
 
 
 @dataclass(frozen=True)
@@ -44,7 +56,8 @@ class Selection:
     rows: list[Row]
     bad_rows: list[BadRow]
     too_long: list[TooLong]
-    shortened: list[int] = field(default_factory=list)  # lines of rows that were cut at a turn, or split
+    num_shortened: int = 0  # rows that are cut at a turn, or split
+    num_lost: int = 0  # supervised tokens of theirs that are in no sample
 
     @property
     def rejected(self) -> list[BadRow | TooLong]:
@@ -62,9 +75,16 @@ def select_rows(
     """Reads and renders every row of the prompts; rows of more than `max_tokens` tokens are too long.
 
     Raises:
-        UserError: the file cannot be read, has no usable row, or has a bad one and prompts.fail_on_bad_row is set.
+        UserError: the file cannot be read, has no usable row, or has a bad one and prompts.fail_on_bad_row is set; or
+            a setting is for given answers, and the target writes them.
     """
+    if regenerate.enabled and prompts.too_long != "drop":
+        raise UserError(
+            f"prompts.too_long must be 'drop' where the target writes the answers, got {prompts.too_long!r}: it cuts "
+            f"given ones; leave it out, or keep those of the file with regenerate.enabled=false"
+        )
     selection = Selection([], [], [])
+    num_shortened = num_lost = 0
     prompts = settings_for(prompts, renderer)
     path = str(prompts.path)
     columns = (SpinnerColumn(), TextColumn("reading prompts"), TaskProgressColumn(show_speed=True), TimeElapsedColumn())
@@ -75,26 +95,33 @@ def select_rows(
             row = examined.row
             result = row if isinstance(row, BadRow) else examined.result
             assert result is not None, row
-            if isinstance(result, list):
-                selection.rows.extend(result)
-                if [each.conversation for each in result] != [row]:
-                    selection.shortened.append(row.line)
+            if isinstance(result, _Fitted):
+                selection.rows.extend(result.rows)
+                is_cut = [each.conversation for each in result.rows] != [row]
+                num_shortened, num_lost = num_shortened + is_cut, num_lost + result.num_lost
             elif isinstance(result, TooLong):
                 selection.too_long.append(result)
-            elif prompts.fail_on_bad_row:
+            elif prompts.fail_on_bad_row and not result.is_left_out_on_purpose:
                 raise UserError(
                     f"every row must be usable with prompts.fail_on_bad_row=true, got a bad one: {result.reason} "
                     f"({result.file or path}, line {result.line}); correct it or leave the setting off"
                 )
             else:
                 selection.bad_rows.append(result)
+    for name in unread_files(path):
+        logger.info("prompts: %s is in no form that is read, and left out", name)
+    if num_shortened:
+        logger.info(
+            "prompts: %d rows are cut (prompts.too_long=%s), which leaves out %d supervised tokens",
+            num_shortened, prompts.too_long, num_lost,
+        )  # fmt: skip
     if not selection.rows:
         first = selection.rejected[0]
         raise UserError(
             f"prompts must have at least one usable row, got none of {len(selection.rejected)}: line {first.line}, "
             f"{first.reason} ({first.file or path}); correct the file"
         )
-    return selection
+    return replace(selection, num_shortened=num_shortened, num_lost=num_lost)
 
 
 def _make_examine(
@@ -102,7 +129,7 @@ def _make_examine(
     regenerate: RegenerateConfig,
     max_tokens: int,
     too_long: Literal["drop", "truncate", "split"],
-) -> Callable[[Conversation], list[Row] | BadRow | TooLong]:
+) -> Callable[[Conversation], _Fitted | BadRow | TooLong]:
     return partial(_examine, renderer, regenerate, max_tokens, too_long)
 
 
@@ -112,7 +139,7 @@ def _examine(
     max_tokens: int,
     too_long: Literal["drop", "truncate", "split"],
     row: Conversation,
-) -> list[Row] | BadRow | TooLong:
+) -> _Fitted | BadRow | TooLong:
     if regenerate.enabled:
         return _size_with_answers_to_come(row, renderer, regenerate.max_new_tokens, max_tokens)
     rendered = render_row(renderer, row)
@@ -123,42 +150,22 @@ def _examine(
         reason = f"row must have at most {max_tokens} tokens, got {len(rendered.input_ids)}"
         return TooLong(row.line, reason, row.file)
     sizes = [SampleSize(len(each.rendered.input_ids), sum(each.rendered.loss_mask)) for each in samples]
-    return [Row(sample.conversation, size) for sample, size in zip(samples, sizes, strict=True)]
+    rows = [Row(sample.conversation, size) for sample, size in zip(samples, sizes, strict=True)]
+    return _Fitted(rows, max(0, sum(rendered.loss_mask) - sum(size.num_supervised for size in sizes)))
 
 
 def _size_with_answers_to_come(
     row: Conversation, renderer: ChatRenderer, max_new_tokens: int, max_tokens: int
-) -> list[Row] | BadRow | TooLong:
+) -> _Fitted | BadRow | TooLong:
     problem = row.why_not_answerable()
     if problem is not None:
         return BadRow(row.line, f"{problem} with regenerate.enabled=false", row.file)
-    first_prompt = renderer.prompt_ids(_until_first_user_turn(row.messages), row.options)
-    if len(first_prompt) >= max_tokens:
-        reason = f"prompt must have fewer than {max_tokens} tokens, got {len(first_prompt)}"
+    num_first = len(first_prompt_ids(renderer, row))
+    reason = why_prompt_too_long(num_first, max_tokens)
+    if reason is not None:
         return TooLong(row.line, reason, row.file)
     num_turns = count_user_turns(row)
-    num_prompt_tokens = len(first_prompt)
-    if num_turns > 1:
-        num_prompt_tokens = len(renderer.prompt_ids(_with_placeholders(row.messages), row.options))
+    num_prompt_tokens = num_first if num_turns == 1 else len(last_prompt_ids(renderer, row))
     num_tokens = min(max_tokens, num_prompt_tokens + num_turns * max_new_tokens)
-    num_supervised = min(num_turns * max_new_tokens, max_tokens - len(first_prompt))
-    return [Row(row, SampleSize(num_tokens, num_supervised))]
-
-
-def _until_first_user_turn(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    first = next(i for i, message in enumerate(messages) if message["role"] == "user")
-    return [message for message in messages[: first + 1] if message["role"] != "assistant"]
-
-
-def _with_placeholders(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the prompt of the last user turn, every answer before it one character long."""
-    placed: list[dict[str, Any]] = []
-    for message in messages:
-        if message["role"] == "assistant":
-            continue
-        if message["role"] == "user" and any(each["role"] == "user" for each in placed):
-            placed.append({"role": "assistant", "content": "."})
-        placed.append(message)
-    while placed[-1]["role"] != "user":
-        placed.pop()
-    return placed
+    num_supervised = min(num_turns * max_new_tokens, max_tokens - num_first)
+    return _Fitted([Row(row, SampleSize(num_tokens, num_supervised))])

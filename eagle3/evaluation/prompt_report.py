@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -12,19 +13,19 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from eagle3.config import DraftConfig, InspectConfig, PromptsConfig, load_config
+from eagle3.config import InspectConfig, PromptsConfig, UserError, load_config
 from eagle3.draft.draft_vocab import build_draft_vocab, coverage_by_domain, draft_vocab_size, tau_ceiling
 from eagle3.draft.target_weights import load_target_config
 from eagle3.features.record import is_held_out
 from eagle3.prompts.answers import RenderingError
-from eagle3.prompts.conversations import Conversation, read_conversations
-from eagle3.prompts.inspection import Findings, RowFacts, examine_characters, make_examine
-from eagle3.prompts.lengths import render_row
+from eagle3.prompts.conversations import BadRow, Conversation, read_conversations
+from eagle3.prompts.inspection import Findings, RowFacts, calls_of, examine_characters, make_examine
+from eagle3.prompts.lengths import first_prompt_ids, render_row
 from eagle3.prompts.rendering import ChatRenderer, make_renderer
 from eagle3.prompts.server_rendering import ServerRendering, compare_with_server
+from eagle3.prompts.sources import find_sources, unread_files
 from eagle3.prompts.tokenizers import kept_token_ids, load_tokenizer
 from eagle3.prompts.workers import examine_rows, settings_for
 
@@ -34,6 +35,8 @@ CEILING_ANSWERS = 500  # in file order: enough for two digits of tau, in a secon
 CEILING_DRAFTS = 7
 COVERAGES = (0.95, 0.98, 0.99, 0.995)
 SERVER_ROWS = 50
+SHOWN_FILES = 20
+NO_DOMAIN = "no domain"
 
 
 @dataclass
@@ -53,7 +56,9 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m eagle3 prompts", description=__doc__)
     parser.add_argument("prompts", help="a file, a glob, a folder, or hf:OWNER/NAME[:CONFIG][@SPLIT]")
-    parser.add_argument("--target", help="the target's directory; without it lengths are in characters")
+    parser.add_argument(
+        "--target", help="the target's directory; without it nothing is rendered, and lengths are in characters"
+    )
     parser.add_argument("--server", metavar="URL", help="an SGLang server of the target: does it render the same?")
     parser.add_argument("--show", type=int, default=3, metavar="N", help="rows that are shown (default: 3)")
     parser.add_argument("--rejected", type=Path, help="where dropped rows go (default: ckpts/NAME.rejected.jsonl)")
@@ -63,7 +68,9 @@ def main(argv: Sequence[str]) -> int:
     config = replace(config, prompts=replace(config.prompts, path=arguments.prompts))
     if arguments.target is not None:
         config = replace(config, target=replace(config.target, path=arguments.target))
-    rejected = arguments.rejected or Path("ckpts") / f"{Path(arguments.prompts).name or 'prompts'}.rejected.jsonl"
+    name = re.sub(r"[^\w.@-]+", "_", Path(arguments.prompts).name) or "prompts"
+    rejected = arguments.rejected or Path("ckpts") / f"{name}.rejected.jsonl"
+    _check(config, arguments.server, arguments.show, rejected)
     # Rows are no markup, and a line is a line.
     console = Console(markup=False, highlight=False, soft_wrap=True)
     renderer = tokenizer = None
@@ -74,17 +81,35 @@ def main(argv: Sequence[str]) -> int:
     counts = TokenCounts()
     findings = look_through(config, renderer, rejected, counts)
     show_findings(console, config.prompts, findings, "tokens" if renderer else "characters", rejected)
-    if tokenizer is not None and counts.by_domain:
+    if tokenizer is not None and findings.num_supervised:
         must_keep = kept_token_ids(Path(config.target.path), tokenizer)
         vocab_size = int(load_target_config(Path(config.target.path))["vocab_size"])
-        show_draft_vocabulary(console, config.draft, counts, vocab_size, must_keep)
+        show_draft_vocabulary(console, config, counts, vocab_size, must_keep)
     if renderer is not None and arguments.server is not None:
-        show_server(
-            console, compare_with_server(arguments.server, _usable(config.prompts, renderer, SERVER_ROWS), renderer)
-        )
+        rows = _usable(config.prompts, renderer, SERVER_ROWS)
+        show_server(console, compare_with_server(arguments.server, rows, renderer))
     for row in _usable(config.prompts, renderer, arguments.show):
         show_row(console, row, renderer)
     return 0 if not findings.dropped else 1
+
+
+def _check(config: InspectConfig, server: str | None, num_shown: int, rejected: Path) -> None:
+    """Refuses what cannot be reported, all at once."""
+    problems = []
+    if server is not None and not config.target.path:
+        problems.append(
+            "--server must come with --target DIRECTORY, got none; its rendering is compared with the target's here"
+        )
+    if num_shown < 0:
+        problems.append(f"--show must be 0 or more, got {num_shown}")
+    if not 0 <= config.held_out_share <= 1:
+        problems.append(f"held_out_share must be from 0 to 1, got {config.held_out_share}")
+    if config.prompts.max_tokens < 1:
+        problems.append(f"prompts.max_tokens must be 1 or more, got {config.prompts.max_tokens}")
+    if any(rejected.resolve() == Path(source.name).resolve() for source in find_sources(str(config.prompts.path))):
+        problems.append(f"--rejected must be another file than the prompts, got {str(rejected)!r}; it is written anew")
+    if problems:
+        raise UserError("\n".join(problems))
 
 
 def look_through(config: InspectConfig, renderer: ChatRenderer | None, rejected: Path, counts: TokenCounts) -> Findings:
@@ -94,6 +119,8 @@ def look_through(config: InspectConfig, renderer: ChatRenderer | None, rejected:
     if renderer is not None:
         make, max_tokens = partial(make_examine, renderer, config.prompts), config.prompts.max_tokens
     findings, file = Findings(), None
+    if rejected.is_file():
+        rejected.unlink()  # what an earlier look found must not be taken for what this one does
     try:
         for examined in examine_rows(config.prompts, make, keep_rows=False):
             dropped = findings.add(examined, max_tokens)
@@ -119,13 +146,13 @@ def _count_tokens(counts: TokenCounts, row: Conversation, facts: RowFacts, held_
     if not ids.size:
         return
     size = 1 << int(ids.max()).bit_length()
-    seen = counts.by_domain.get(row.domain or "-", np.zeros(0, dtype=np.int64))
+    seen = counts.by_domain.get(row.domain or NO_DOMAIN, np.zeros(0, dtype=np.int64))
     if seen.size < size:
         seen = np.concatenate([seen, np.zeros(size - seen.size, dtype=np.int64)])
     np.add.at(seen, ids, 1)
-    counts.by_domain[row.domain or "-"] = seen
+    counts.by_domain[row.domain or NO_DOMAIN] = seen
     if len(counts.answers) < CEILING_ANSWERS:
-        counts.answers.append(torch.tensor(ids))
+        counts.answers += torch.tensor(ids).split(list(facts.run_lengths))
 
 
 def show_findings(console: Console, prompts: PromptsConfig, found: Findings, unit: str, rejected: Path) -> None:
@@ -135,6 +162,18 @@ def show_findings(console: Console, prompts: PromptsConfig, found: Findings, uni
         f"{prompts.path}: {found.num_rows:,} rows, {found.num_accepted:,} usable, {found.dropped.total():,} dropped"
     )
     console.print(f"formats: {formats or 'none'}")
+    for file, count in list(found.files.items())[:SHOWN_FILES]:
+        console.print(f"  {file}: {count:,} rows")
+    if len(found.files) > SHOWN_FILES:
+        console.print(f"  and {len(found.files) - SHOWN_FILES:,} files more")
+    for file in unread_files(str(prompts.path)):
+        console.print(f"  {file}: in no form that is read, left out")
+    if found.dropped:
+        console.print(f"dropped rows, all of them in {rejected}:")
+    for kind, count in found.dropped.most_common():
+        console.print(f"  {kind}: {count:,} rows")
+        for example in found.examples[kind]:
+            console.print(f"    {_place(example)}: {example.reason}")
     if found.num_accepted:
         share = found.num_supervised / max(1, found.num_tokens)
         console.print(
@@ -142,27 +181,48 @@ def show_findings(console: Console, prompts: PromptsConfig, found: Findings, uni
             f"{found.num_prompts_only:,} rows are prompts only, {found.num_with_calls:,} have tool calls"
         )
     if unit == "tokens":
-        console.print(
-            f"{found.num_samples:,} samples of at most {prompts.max_tokens:,} tokens, {found.num_shortened:,} rows "
-            f"shortened (prompts.too_long={prompts.too_long}); {found.num_context:,} answers are context only, as the "
-            f"template rewrites them for later turns; {found.num_thoughts_dropped:,} thoughts are left out by it"
-        )
-    if found.dropped:
-        table = Table("dropped", "rows", "line", "reason", title=f"dropped rows, all of them in {rejected}")
-        for kind, count in found.dropped.most_common():
-            for i, example in enumerate(found.examples[kind]):
-                place = f"{example.file}:{example.line}" if example.file else str(example.line)
-                table.add_row(kind if i == 0 else "", f"{count:,}" if i == 0 else "", place, Text(example.reason))
-        console.print(table)
+        _show_samples(console, prompts, found)
+    else:
+        console.print("without --target nothing is rendered: rows that its chat template refuses are not found")
     most = max(found.lengths.values(), default=0)
     for length, count in sorted(found.lengths.items()):
         console.print(f"{length:>9,} {unit} or fewer {count:>9,} {'#' * -(-BAR_CHARS * count // most)}")
 
 
+def _show_samples(console: Console, prompts: PromptsConfig, found: Findings) -> None:
+    """Prints what extraction makes of the rows: the target's own answers, or the given ones."""
+    told = f"answered anew by the target (regenerate.enabled, the default): {found.num_asked:,} rows"
+    if found.num_not_asked:
+        (first,) = found.not_asked
+        told += f", and {found.num_not_asked:,} not; the first is {_place(first)}: {first.reason}"
+    console.print(told)
+    told = f"with the answers given (regenerate.enabled=false): {found.num_samples - found.num_prompts_only:,} samples "
+    told += f"of at most {prompts.max_tokens:,} tokens"
+    if found.num_shortened:
+        told += f"; {found.num_shortened:,} rows shortened (prompts.too_long={prompts.too_long}), which leaves out "
+        told += f"{found.num_lost:,} supervised tokens"
+    if found.num_context:
+        told += f"; {found.num_context:,} answers are context only, as the template rewrites them for later turns"
+    if found.num_thoughts_dropped:
+        told += f"; {found.num_thoughts_dropped:,} thoughts are left out by the template"
+    console.print(told)
+
+
+def _place(row: BadRow) -> str:
+    return f"{row.file}:{row.line}" if row.file else f"line {row.line}"
+
+
 def show_draft_vocabulary(
-    console: Console, draft: DraftConfig, counts: TokenCounts, vocab_size: int, must_keep: Sequence[int]
+    console: Console, config: InspectConfig, counts: TokenCounts, vocab_size: int, must_keep: Sequence[int]
 ) -> None:
     """Prints what a draft vocabulary of the training split's supervised tokens covers, and what it costs."""
+    draft = config.draft
+    if not counts.by_domain:
+        console.print(
+            f"draft vocabulary: no row is left to train on, {counts.num_held_out:,} are held out "
+            f"(held_out_share={config.held_out_share})"
+        )
+        return
     by_domain = {name: torch.from_numpy(_of_size(seen, vocab_size)) for name, seen in counts.by_domain.items()}
     total = torch.stack(list(by_domain.values())).sum(0)  # (V,)
     size = min(draft_vocab_size(draft, total, must_keep), vocab_size)
@@ -175,12 +235,13 @@ def show_draft_vocabulary(
         f"draft vocabulary, over the given answers of the training split ({counts.num_held_out:,} rows held out): "
         f"{size:,} of {vocab_size:,} tokens cover {vocab.coverage(total):.2%}; sizes for a coverage of {sizes}"
     )
-    ceiling = tau_ceiling(vocab, counts.answers, CEILING_DRAFTS)
-    console.print(
-        f"a drafter that is right wherever its vocabulary lets it be: tau {ceiling.tau:.2f} of {ceiling.full_tau:.2f} "
-        f"with chains of {CEILING_DRAFTS}, {ceiling.lost:.1%} lost to the rest"
-    )
-    for domain, share in coverage_by_domain(vocab, by_domain).items():
+    if any(answer.numel() > 1 for answer in counts.answers):
+        ceiling = tau_ceiling(vocab, counts.answers, CEILING_DRAFTS)
+        console.print(
+            f"a drafter that is right wherever its vocabulary lets it be: tau {ceiling.tau:.2f} of "
+            f"{ceiling.full_tau:.2f} with chains of {CEILING_DRAFTS}, {ceiling.lost:.1%} lost to the rest"
+        )
+    for domain, share in coverage_by_domain(vocab, by_domain).items() if len(by_domain) > 1 else ():
         console.print(f"  {domain}: {share:.2%} of {int(by_domain[domain].sum()):,} tokens")
 
 
@@ -203,16 +264,29 @@ def show_row(console: Console, row: Conversation, renderer: ChatRenderer | None)
 
 
 def _pieces(row: Conversation, renderer: ChatRenderer | None) -> Iterator[tuple[str, bool]]:
+    is_asked_only = row.messages and not any(message["role"] == "assistant" for message in row.messages)
     if renderer is None:
         for message in row.messages:
-            yield f"{message['role']}: {message['content']}\n", message["role"] == "assistant"
+            thought = f"({message['reasoning_content']}) " if "reasoning_content" in message else ""
+            text = f"{message['role']}: {thought}{message['content']}{calls_of(message)}\n"
+            yield text, message["role"] == "assistant"
         yield row.text or "", True
-        return
-    rendered = render_row(renderer, row)
+        if row.tokens is not None:
+            yield from _runs(list(row.tokens.input_ids), list(row.tokens.loss_mask), lambda ids: f"{ids} ")
+    elif is_asked_only:
+        yield renderer.decode(first_prompt_ids(renderer, row)), False
+        for message in [each for each in row.messages if each["role"] == "user"][1:]:
+            yield f"\n[then] {message['content']}", False
+    else:
+        rendered = render_row(renderer, row)
+        yield from _runs(rendered.input_ids, rendered.loss_mask, renderer.decode)
+
+
+def _runs(ids: list[int], mask: list[bool], shown: Callable[[list[int]], str]) -> Iterator[tuple[str, bool]]:
     start = 0
-    for t in range(1, len(rendered.input_ids) + 1):
-        if t == len(rendered.input_ids) or rendered.loss_mask[t] != rendered.loss_mask[start]:
-            yield renderer.decode(rendered.input_ids[start:t]), rendered.loss_mask[start]
+    for t in range(1, len(ids) + 1):
+        if t == len(ids) or mask[t] != mask[start]:
+            yield shown(ids[start:t]), mask[start]
             start = t
 
 
@@ -229,7 +303,7 @@ def _conversations(prompts: PromptsConfig) -> Iterator[Conversation]:
 
 def _is_usable(renderer: ChatRenderer | None, row: Conversation) -> bool:
     try:
-        return renderer is None or bool(render_row(renderer, row).input_ids)
+        return any(text for text, _ in _pieces(row, renderer))
     except RenderingError:
         return False
 

@@ -205,6 +205,15 @@ def _check(config: EvaluateConfig) -> None:
     if config.max_prompts is not None:
         at_least_one["max_prompts"] = config.max_prompts
     problems += [f"{name} must be 1 or more, got {value}" for name, value in at_least_one.items() if value < 1]
+    for name, value, default in (
+        ("too_long", config.prompts.too_long, "drop"),
+        ("train_on", config.prompts.train_on, "all"),
+    ):
+        if value != default:
+            problems.append(
+                f"prompts.{name} must be {default!r} in an evaluation, got {value!r}; it is for given answers, and the "
+                f"target writes its own here"
+            )
     if config.max_new_tokens < 2:
         problems.append(
             f"max_new_tokens must be 2 or more, got {config.max_new_tokens}; the first token comes from prefill, and "

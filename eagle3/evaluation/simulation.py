@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -27,8 +28,10 @@ from eagle3.evaluation.simulate import (
     simulate_all,
 )
 from eagle3.files import write_whole
-from eagle3.prompts.conversations import BadRow, read_conversations
+from eagle3.prompts.conversations import BadRow, Conversation, read_conversations
 from eagle3.tracking import git_state
+
+logger = logging.getLogger(__name__)
 
 EVERYTHING = "all"
 
@@ -142,8 +145,14 @@ def run(
 
 def read_domains(path: Path) -> dict[str, str]:
     """Returns the domain of each conversation that has one, by id."""
-    rows = [row for row in read_conversations(path) if not isinstance(row, BadRow)]
-    return {row.id: row.domain for row in rows if row.domain is not None}
+    read = list(read_conversations(path))
+    bad_rows = [row for row in read if isinstance(row, BadRow)]
+    if bad_rows:
+        logger.warning(
+            "%d rows cannot be read and have no domain; the first is line %d: %s",
+            len(bad_rows), bad_rows[0].line, bad_rows[0].reason,
+        )  # fmt: skip
+    return {row.id: row.domain for row in read if isinstance(row, Conversation) and row.domain is not None}
 
 
 def summarise_all(

@@ -15,10 +15,12 @@ from eagle3.draft.acceptance import AnswerRounds
 from eagle3.draft.questions import Question, prompt_digest
 from eagle3.features.record import is_held_out
 from eagle3.prompts.answers import RenderingError
-from eagle3.prompts.conversations import BadRow, Conversation, read_conversations
+from eagle3.prompts.conversations import BadRow, Conversation
 from eagle3.prompts.loops import is_looping
 from eagle3.prompts.rendering import make_renderer
+from eagle3.prompts.sources import unread_files
 from eagle3.prompts.tokenizers import answer_text
+from eagle3.prompts.workers import examine_rows
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,8 @@ class AnsweredTurn(Generic[AnswerType]):
 def select_conversations(config: EvaluateConfig) -> list[Conversation]:
     """Reads the prompts and keeps those that the config asks for; rows that cannot be used are counted in the log.
 
+    Copies and measured questions are left out as in extraction, so that the same settings hold out the same rows.
+
     Raises:
         UserError: no file is named, nothing is left, or a row is bad and prompts.fail_on_bad_row is set.
     """
@@ -55,16 +59,18 @@ def select_conversations(config: EvaluateConfig) -> list[Conversation]:
     kept: list[Conversation] = []
     bad_rows: list[BadRow] = []
     num_read = 0
-    for read in read_conversations(config.prompts.path, config.prompts.max_row_bytes):
+    for read in (examined.row for examined in examine_rows(config.prompts, _render_nothing, keep_rows=True)):
         num_read += 1
         problem = None if isinstance(read, BadRow) else read.why_not_answerable()
         row = read if problem is None else BadRow(read.line, problem, read.file)
         if isinstance(row, BadRow):
             bad_rows.append(row)
-            if config.prompts.fail_on_bad_row:
+            if config.prompts.fail_on_bad_row and not row.is_left_out_on_purpose:
                 raise UserError(f"{row.reason} ({config.prompts.path}, line {row.line})")
         elif config.held_out_share is None or is_held_out(row.id, config.held_out_share):
             kept.append(row)
+    for name in unread_files(config.prompts.path):
+        logger.info("prompts: %s is in no form that is read, and left out", name)
     if bad_rows:
         logger.warning(
             "%d of %d rows cannot be used; the first is line %d: %s",
@@ -76,6 +82,15 @@ def select_conversations(config: EvaluateConfig) -> list[Conversation]:
             f"held_out_share {config.held_out_share}; {config.prompts.path}); change the file or the share"
         )
     return kept[: config.max_prompts]
+
+
+def _render_nothing() -> Callable[[Conversation], None]:
+    """Turns are rendered one by one, each when the answers before it are known."""
+    return _no_facts
+
+
+def _no_facts(row: Conversation) -> None:
+    return None
 
 
 @dataclass

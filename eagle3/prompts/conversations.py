@@ -32,6 +32,7 @@ from eagle3.prompts.raw_rows import RawRow
 from eagle3.prompts.rendering import RESERVED_TEMPLATE_KWARGS, TemplateOptions
 from eagle3.prompts.sources import find_sources, read_rows
 
+SCREENED_KINDS = ("near duplicate", "question set")
 MAX_ROW_BYTES = 4 * 2**20  # a million tokens of text, in about four seconds of tokenizing
 
 
@@ -77,6 +78,11 @@ class BadRow:
     reason: str
     file: str | None = None  # which of several
     kind: str = field(default="malformed", compare=False)  # for counts
+
+    @property
+    def is_left_out_on_purpose(self) -> bool:
+        """Tells whether nothing is wrong with the row but what it repeats."""
+        return self.kind in SCREENED_KINDS
 
 
 def read_conversations(pattern: str | Path, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[Conversation | BadRow]:

@@ -42,6 +42,42 @@ def render_row(renderer: ChatRenderer, row: Conversation) -> Rendered:
     return renderer.render(row.messages, row.options)
 
 
+def first_prompt_ids(renderer: ChatRenderer, row: Conversation) -> list[int]:
+    """Returns the prompt for a row's first answer, where the target writes the answers.
+
+    Raises:
+        RenderingError: the template refuses it.
+    """
+    first = next(i for i, message in enumerate(row.messages) if message["role"] == "user")
+    before = [message for message in row.messages[: first + 1] if message["role"] != "assistant"]
+    return renderer.prompt_ids(before, row.options)
+
+
+def last_prompt_ids(renderer: ChatRenderer, row: Conversation) -> list[int]:
+    """Returns the prompt for a row's last answer, every answer before it one character long.
+
+    Raises:
+        RenderingError: the template refuses it.
+    """
+    placed: list[dict[str, Any]] = []
+    for message in row.messages:
+        if message["role"] == "assistant":
+            continue
+        if message["role"] == "user" and any(each["role"] == "user" for each in placed):
+            placed.append({"role": "assistant", "content": "."})
+        placed.append(message)
+    while placed[-1]["role"] != "user":
+        placed.pop()
+    return renderer.prompt_ids(placed, row.options)
+
+
+def why_prompt_too_long(num_tokens: int, max_tokens: int) -> str | None:
+    """Says that a first prompt leaves no room for an answer; None if it does."""
+    if num_tokens < max_tokens:
+        return None
+    return f"prompt must have fewer than {max_tokens} tokens, got {num_tokens}"
+
+
 def fit(
     renderer: ChatRenderer,
     row: Conversation,

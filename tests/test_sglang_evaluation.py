@@ -1,37 +1,42 @@
-"""A real SGLang serves an exported drafter, and its counters say what the simulator says of the tokens it returned."""
+"""A real SGLang serves a drafter of the demo's recipe, and its counters say what the simulator says of its tokens."""
 
-from collections.abc import Callable, Iterator
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from conftest import REPOSITORY
 from sglang_servers import server_config
-from test_extraction import prompt_rows, write_prompts
-from tiny_drafters import LAYERS, fit_drafter, random_drafter
-from transformers import AutoModelForCausalLM
 
 from eagle3.capture.server import Server, running_server
-from eagle3.config import EvaluateConfig, load_config
-from eagle3.draft.export import export_drafter, load_drafter
+from eagle3.config import EvaluateConfig, ServeConfig, ServerConfig, TargetConfig, load_config
+from eagle3.draft.export import load_drafter
 from eagle3.draft.target_weights import load_target_config
-from eagle3.evaluation.decoder import decode
+from eagle3.evaluation import serving
 from eagle3.evaluation.run import evaluate
 from eagle3.evaluation.served import ServedAnswer, SGLangClient
 from eagle3.evaluation.simulate import simulate
-from eagle3.evaluation.target import LocalTarget
-from eagle3.prompts.rendering import ChatRenderer
+from eagle3.evaluation.target import load_local_target
 from eagle3.prompts.tokenizers import load_tokenizer
 
-NUM_PROMPTS = 9
+EVERY = 15  # of the demo's prompts one is taken; the second of them has two turns
+TRAINED_TOKENS, EPOCHS = 40, 16  # of an answer; a minute of training
+NEVER = 10_000  # steps: the last one validates and saves in any case
+NUM_ASKED, MAX_NEW_TOKENS = 6, 24
 NUM_DRAFT_TOKENS = 3
-MAX_NEW_TOKENS = 24
 SPECULATION: dict[str, Any] = {
     "speculative-algorithm": "EAGLE3",
     "speculative-num-steps": NUM_DRAFT_TOKENS,
     "speculative-eagle-topk": 1,
     "speculative-num-draft-tokens": NUM_DRAFT_TOKENS + 1,
+}
+CPU_FLAGS: dict[str, Any] = {
     # Of the CPU's backends the one that verifies drafts; the stand-in has its ops in plain torch.
     "attention-backend": "intel_amx",
     "skip-server-warmup": True,
@@ -41,34 +46,57 @@ SPECULATION: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Served:
-    """A server with a drafter that is right now and then, and the same two models here."""
+    """A server of SmolLM2 with a drafter that was trained on its answers to the prompts, and how to start others."""
 
     server: Server
-    target: LocalTarget
+    config: ServerConfig
+    target: Path
     drafter: Path
     prompts: Path
 
 
+def run_command(*arguments: object) -> None:
+    """Runs one of the three commands, as `make demo` does."""
+    command = [sys.executable, *map(str, arguments), "tracking.backend=none"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
 @pytest.fixture(scope="module")
-def served(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     directory = tmp_path_factory.mktemp("served")
-    model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
-    target = LocalTarget(model, LAYERS, frozenset({2}))
-    renderer = ChatRenderer(load_tokenizer(str(tiny_target), False), {})
-    rows = prompt_rows(NUM_PROMPTS)
-    prompt_ids = [renderer.prompt_ids(row["messages"][:1]) for row in rows]
-    drafter = random_drafter(target, 300)
-    answers = decode(target, None, prompt_ids, num_draft_tokens=1, max_new_tokens=MAX_NEW_TOKENS, batch_size=9)
-    sequences = [ids + answer.token_ids for ids, answer in zip(prompt_ids, answers, strict=True)]
-    fit_drafter(drafter, target, sequences, num_steps=60)  # first turns alone: it knows some answers
-    target_config = load_target_config(tiny_target)
-    export_drafter(drafter, directory / "drafter", target_config=target_config, card="", dtype=torch.float32)
-    flags = {**SPECULATION, "speculative-draft-model-path": str(directory / "drafter")}
-    config = server_config(directory, flags=flags)
-    with running_server(config, str(tiny_target), {}, {"EAGLE3_CPU_KERNELS": "1"}) as server:
+    config = server_config(directory, flags=CPU_FLAGS)
+    config = dataclasses.replace(config, env={**config.env, "EAGLE3_CPU_KERNELS": 1})
+    prompts, store, run = directory / "prompts.jsonl", directory / "features", directory / "train"
+    lines = (REPOSITORY / "examples" / "prompts.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    prompts.write_text("".join(lines[2 * EVERY :: EVERY]), encoding="utf-8")
+    target = f"target.path={smollm2_dir}"
+    length = f"regenerate.max_new_tokens={TRAINED_TOKENS}"
+    run_command("extract.py", "--prompts", prompts, "--config", "demo.yaml", target, f"store.path={store}", length)
+    lasts = [f"run.{name}={NEVER}" for name in ("validate_every", "save_every")]
+    settings = [target, f"data.path={store}", f"run.dir={run}", f"run.epochs={EPOCHS}", *lasts]
+    run_command("train.py", "--config", "configs/train/demo.yaml", *settings)
+    flags = {**SPECULATION, "speculative-draft-model-path": str(run / "drafter")}
+    with running_server(config, str(smollm2_dir), flags, {}) as server:
         body = {"input_ids": [3, 4, 5], "sampling_params": {"max_new_tokens": 2}}
         server.wait_until(lambda: server.post("/generate", body, 600), timeout_seconds=900)
-        yield Served(server, target, directory / "drafter", write_prompts(directory / "prompts.jsonl", rows))
+        yield Served(server, config, smollm2_dir, run / "drafter", prompts)
+
+
+def settings_of(served: Served, out: Path, **changes: Any) -> EvaluateConfig:
+    """Returns settings under which both sides compute in fp32, so that their rounds are the very same."""
+    settings = {
+        "target.path": served.target,
+        "target.dtype": "float32",
+        "prompts.path": served.prompts,
+        "drafter": served.drafter,
+        "out": out,
+        "max_prompts": NUM_ASKED,
+        "max_new_tokens": MAX_NEW_TOKENS,
+        "batch_size": 4,
+        "tracking.backend": "none",
+    }
+    return load_config(EvaluateConfig, None, [f"{name}={value}" for name, value in (settings | changes).items()])
 
 
 def test_the_servers_acceptance_is_the_simulators(
@@ -85,15 +113,14 @@ def test_the_servers_acceptance_is_the_simulators(
         return answers
 
     monkeypatch.setattr(SGLangClient, "answer_all", answer_all)  # only to see what passes
-    settings = {"prompts.path": served.prompts, "out": tmp_path, "server": served.server.url, "drafter": served.drafter}
-    settings |= {"max_new_tokens": MAX_NEW_TOKENS, "batch_size": 4}
-    result = evaluate(load_config(EvaluateConfig, None, [f"{name}={value}" for name, value in settings.items()]))
-
-    drafter = load_drafter(served.drafter, load_target_config(Path(served.target.model.config.name_or_path)))
-    samples = [served.target.features(str(i), prompt, answer.token_ids) for i, (prompt, answer) in enumerate(returned)]
-    simulated = simulate(drafter.eval(), served.target.embed_tokens, samples, num_draft_tokens=NUM_DRAFT_TOKENS)
-    assert len(returned) == sum(1 + number % 3 for number in range(NUM_PROMPTS))
-    # fp32 on both sides: the very rounds, answer by answer.
+    result = evaluate(settings_of(served, tmp_path, server=served.server.url))
+    drafter = load_drafter(served.drafter, load_target_config(served.target)).float().eval()
+    tokenizer = load_tokenizer(str(served.target), trust_remote_code=False)
+    target_config = TargetConfig(path=str(served.target), dtype="float32", device="cpu")
+    target = load_local_target(target_config, drafter.config.capture_layers, tokenizer)
+    samples = [target.features(str(i), prompt, answer.token_ids) for i, (prompt, answer) in enumerate(returned)]
+    simulated = simulate(drafter, target.embed_tokens, samples, num_draft_tokens=NUM_DRAFT_TOKENS)
+    assert len(returned) > NUM_ASKED  # later turns follow the answers to earlier ones
     assert [answer.rounds for _, answer in returned] == [each.rounds for each in simulated]
     assert [answer.num_tokens for _, answer in returned] == [each.num_tokens for each in simulated]
     tau = sum(each.num_tokens for each in simulated) / sum(each.rounds for each in simulated)
@@ -101,3 +128,38 @@ def test_the_servers_acceptance_is_the_simulators(
     assert 1.2 < tau < 4  # some drafts were right and some were not
     assert result["findings"] == []
     assert result["server"]["flags"]["speculative_algorithm"] == "EAGLE3"
+
+
+def test_servers_with_the_drafter_and_without_answer_the_same(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib", reason="the pictures need it")
+
+    @contextmanager
+    def one_is_there(
+        config: ServerConfig, model_path: str, flags: Mapping[str, Any], env: Mapping[str, str]
+    ) -> Iterator[Server]:
+        """Takes the server that runs already for the one with the drafter; the plain one is started."""
+        if flags:
+            yield served.server
+            return
+        with running_server(config, model_path, flags, env) as server:
+            yield server
+
+    monkeypatch.setattr(serving, "running_server", one_is_there)
+    serve = ServeConfig(served.config, [str(NUM_DRAFT_TOKENS)], concurrency=[4, 1], prompts_per_slot=1)
+    result = evaluate(dataclasses.replace(settings_of(served, tmp_path), serve=serve))
+    asked, alone = result["cells"][:2]
+    assert [cell["server"] for cell in result["cells"]] == ["3", "3", "plain", "plain"]
+    assert (alone["concurrency"], alone["num_answers"]) == (1, 1)
+    assert asked["simulated"]["rounds"] == asked["acceptance"]["rounds"]
+    assert asked["simulated"]["tau"] == pytest.approx(asked["acceptance"]["tau"])
+    lines = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    drafted = [line for line in lines if line["server"] == "3"]
+    assert [line["rounds"] for line in drafted] == [line["simulated_rounds"] for line in drafted]
+    (agreement,) = result["agreements"]
+    assert agreement["num_equal"] == agreement["num_answers"] == len(drafted)
+    # Accepted drafts at every position, those past an answer's end among them.
+    histogram = asked["histogram"]
+    assert sum(histogram) == asked["acceptance"]["rounds"]
+    assert sum((index + 1) * count for index, count in enumerate(histogram)) >= asked["num_tokens"] - len(drafted)

@@ -182,7 +182,6 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target = load_target_weights(arguments.target).to(device, torch.bfloat16)
     runs: dict[Codec, list[list[AnswerRounds]]] = {codec: [] for codec in paths}
-    started = time.time()
     for seed in arguments.seeds:
         for codec, path in paths.items():
             config = train_config(arguments, path, arguments.dir / f"run-{codec}-{seed}", seed)
@@ -213,11 +212,13 @@ def main() -> None:
         "commit": commit.stdout.strip(),
         "hardware": torch.cuda.get_device_name(0) if torch.cuda.is_available() else platform.processor(),
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "settings": {name: str(value) for name, value in vars(arguments).items() if name not in ("dir", "out")},
+        "target": arguments.target.name,
+        "settings": {
+            name: str(value) for name, value in vars(arguments).items() if name not in ("target", "store", "dir", "out")
+        },
         "num_samples": len(exact),
         "num_tokens": exact.num_tokens,
         "num_held_out": len(runs[exact_codec][0]),
-        "training_seconds": time.time() - started,
         "rows": rows,
     }
     show(rows)

@@ -3,9 +3,11 @@
 import io
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from eagle3.evaluation.compare import show
@@ -135,6 +137,50 @@ def test_prompt_figures_are_those_of_the_json() -> None:
         f"held {resident[0]:,.0f} MiB after the first tenth and {resident[-1]:,.0f} at the end",
     ):
         assert line in text, f"README.md must have {line!r}"
+
+
+def codec_lines(result: dict[str, Any]) -> list[str]:
+    """Returns the lines of docs/EXPERIMENTS.md that hold tau by codec."""
+    lines = []
+    for row in result["rows"]:
+        seeds = ", ".join(f"{tau:.3f}" for tau in row["tau_by_seed"])
+        against = row["against_exact"]
+        paired = against and f"{against['difference']:+.4f} ({against['low']:+.4f} to {against['high']:+.4f})"
+        lines.append(
+            f"| {row['codec']} | {row['bytes_per_token']:,.0f} | {row['tau']:.3f} ({row['low']:.3f} to "
+            f"{row['high']:.3f}) | {seeds} | {paired or '-'} |"
+        )
+    return lines
+
+
+def store_lines(result: dict[str, Any]) -> list[str]:
+    """Returns the lines of docs/EXPERIMENTS.md that hold the speed of reader and writer."""
+    reader, writer = result["reader"], result["writer"]
+    lines = [
+        f"| reader, {row['cache']}, {row['threads']} thread{'s' * (row['threads'] > 1)}"
+        f"{', checksums too' * row['checked']} | {row['gb_per_second']:.2f} | {row['share_of_plain']:.0%} |"
+        for row in reader["rows"]
+    ]
+    lines.append(
+        f"| reader, warm, 8 threads, decoded on the GPU | {reader['decoded_on_gpu']['gb_per_second']:.2f} | - |"
+    )
+    lines.append(f"| writer | {writer['gb_per_second']:.2f} | - |")
+    lines.append(f"| writer, one sync at its end | {writer['synced_once_gb_per_second']:.2f} | - |")
+    lines.append(f"| plain write, fsync for each file | {writer['plain_fsync_gb_per_second']:.2f} | - |")
+    return [line.replace("% |", " % |") for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("name", "lines_of"),
+    [("benchmarks/results/codecs.json", codec_lines), ("benchmarks/results/store.json", store_lines)],
+)
+def test_the_stores_figures_are_those_of_the_json(name: str, lines_of: Callable[[dict[str, Any]], list[str]]) -> None:
+    result = json.loads((ROOT / name).read_text(encoding="utf-8"))
+    text = (ROOT / "docs/EXPERIMENTS.md").read_text(encoding="utf-8")
+    assert name in text
+    assert f"commit {result['commit'][:7]}" in text
+    for line in lines_of(result):
+        assert line in text, f"docs/EXPERIMENTS.md must have the line {line!r}"
 
 
 def test_codec_errors_are_those_of_the_json() -> None:

@@ -13,11 +13,13 @@ from pathlib import Path
 
 from eagle3.config import UserError
 from eagle3.features.location import Location
-from eagle3.features.manifest import load_manifest
+from eagle3.features.manifest import Manifest, load_manifest
 from eagle3.features.shard import REPAIR, IndexEntry, Shard, shard_name, shard_number
+from eagle3.features.stored import StoredSample, column_kinds
 from eagle3.files import PRIVATE, write_whole
 
 INDEX_NAME = "index.jsonl"  # one line per shard; of the first writer
+REMAKE = "delete index*.jsonl: they are made again from the shards"
 INDEX_PATTERN = re.compile(r"index(-\d+)?\.jsonl")
 SHARD_PATTERN = re.compile(r"shard-\d{5,}\.safetensors")
 
@@ -48,13 +50,15 @@ def load_index(location: Location) -> list[ShardRecord]:
     records = []
     for number, num_bytes in shard_sizes(location).items():
         record = indexed.pop(number, None)
-        if record is None:
-            record = ShardRecord(number, num_bytes, Shard(location, number, num_bytes).entries)
-        if num_bytes != record.num_bytes:
-            raise UserError(
-                f"a shard must have the {record.num_bytes} bytes that were written, got {num_bytes} "
-                f"({location.file(shard_name(number))}); {REPAIR}"
-            )
+        if record is None or num_bytes != record.num_bytes:
+            # A header says how long its file is: one that was cut short is refused here.
+            shard = Shard(location, number, num_bytes)
+            if record is not None:
+                raise UserError(
+                    f"{INDEX_NAME} must say how long its shards are, got {record.num_bytes} bytes for a whole one of "
+                    f"{num_bytes} ({shard.file}); {REMAKE}"
+                )
+            record = ShardRecord(number, num_bytes, shard.entries)
         records.append(record)
     if indexed:
         missing = ", ".join(shard_name(number) for number in sorted(indexed))
@@ -72,9 +76,10 @@ def read_lines(location: Location, name: str) -> list[ShardRecord]:
     for line in location.read(name).splitlines():
         try:
             values = json.loads(line)
-            number = values["shard"]
-            entries = [IndexEntry(shard=number, **entry) for entry in values["samples"]]
-            records.append(ShardRecord(number, values["num_bytes"], entries))
+            number, num_bytes = values["shard"], values["num_bytes"]
+            if any(type(each) is not int or each < 0 for each in (number, num_bytes)):
+                raise ValueError(line)
+            records.append(ShardRecord(number, num_bytes, [IndexEntry.of(number, each) for each in values["samples"]]))
         except (ValueError, TypeError, KeyError):
             continue  # cut short by a kill, or damaged
     return records
@@ -127,14 +132,14 @@ def verify_store(where: Path | str, advance: Callable[[int], None] = lambda num_
     """Reads every byte of a store and returns what is wrong, one sentence each; `advance` is told of shards done."""
     try:
         location = Location(where)
-        load_manifest(location)
+        manifest = load_manifest(location)
         records = load_index(location)
     except UserError as error:
         return [str(error)]
     problems = []
     seen: set[str] = set()
     for record in records:
-        problems += _verify_shard(location, record, seen)
+        problems += _verify_shard(location, manifest, record, seen)
         advance(record.num_bytes)
     return problems
 
@@ -144,30 +149,47 @@ def write_atomically(path: Path, text: str) -> None:
     write_whole(path, text, mode=PRIVATE)
 
 
-def _verify_shard(location: Location, record: ShardRecord, seen: set[str]) -> list[str]:
+def open_shard(location: Location, manifest: Manifest, number: int, num_bytes: int) -> Shard:
+    """Returns a shard of a store, its header read and held against the manifest.
+
+    Raises:
+        UserError: it is damaged, or of another store.
+    """
+    shard = Shard(location, number, num_bytes)
+    shard.check_columns(column_kinds(manifest.codec, manifest.hidden_size, len(manifest.capture_layers)))
+    return shard
+
+
+def fault_of(entry: IndexEntry, stored: StoredSample, file: str) -> str | None:
+    """Says in what a sample is not what was written."""
+    checksum, num_supervised = stored.checksum(), int(stored.columns["loss_mask"].sum())
+    if checksum != entry.checksum:
+        return f"sample {entry.sample_id!r} must have the checksum {entry.checksum}, got {checksum} ({file}); {REPAIR}"
+    if num_supervised != entry.num_supervised:
+        return (
+            f"sample {entry.sample_id!r} must have {entry.num_supervised} supervised tokens, as its shard's header "
+            f"says, got {num_supervised} ({file}); {REPAIR}"
+        )
+    return None
+
+
+def _verify_shard(location: Location, manifest: Manifest, record: ShardRecord, seen: set[str]) -> list[str]:
     try:
-        shard = Shard(location, record.number, record.num_bytes)
+        shard = open_shard(location, manifest, record.number, record.num_bytes)
     except UserError as error:
         return [str(error)]
     problems = []
     if shard.entries != record.entries:
-        problems.append(
-            f"the index must list the samples of its shards, got others ({shard.file}); delete {INDEX_NAME}"
-        )
+        problems.append(f"the index must list the samples of its shards, got others ({shard.file}); {REMAKE}")
     for entry in shard.entries:
         if entry.sample_id in seen:
             problems.append(f"a sample must be stored once, got {entry.sample_id!r} again ({shard.file}); {REPAIR}")
         seen.add(entry.sample_id)
         try:
-            checksum = shard.read_sample(entry).checksum()
+            fault = fault_of(entry, shard.read_sample(entry), shard.file)
         except UserError as error:
-            problems.append(str(error))
-            continue
-        if checksum != entry.checksum:
-            problems.append(
-                f"sample {entry.sample_id!r} must have the checksum {entry.checksum}, got {checksum} ({shard.file}); "
-                f"{REPAIR}"
-            )
+            fault = str(error)
+        problems += [] if fault is None else [fault]
     return problems
 
 

@@ -22,6 +22,17 @@ FORMAT_VERSION = 1
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 MANIFEST_NAME = "manifest.json"
 PROVENANCE_ONLY = {"engine_facts", "git_commit"}
+TEXTS = (
+    "target_path",
+    "target_config_digest",
+    "target_revision",
+    "engine",
+    "engine_version",
+    "tokenizer_digest",
+    "chat_template_digest",
+    "prompts_digest",
+)
+TEXTS_OR_NULL = ("target_quantization", "git_commit")
 # Written by whatever saved the config last; says nothing about the model.
 VOLATILE_CONFIG_KEYS = {"transformers_version", "_name_or_path"}
 # Ends and middle of each weight file: a fine-tune moves every tensor, and 1 TB of weights is not read twice.
@@ -86,23 +97,29 @@ def load_manifest(location: Location) -> Manifest:
         raise UserError(
             f"{MANIFEST_NAME} must be JSON with a format_version, got {error!r} ({path}); restore it from a copy"
         ) from error
-    if version != FORMAT_VERSION:
+    if type(version) is not int or version != FORMAT_VERSION:
         raise UserError(
             f"format_version must be {FORMAT_VERSION}, got {version!r} ({path}); "
             f"capture the store again, or use the version of this package that wrote it"
         )
     known = {each.name for each in dataclasses.fields(Manifest)}
-    if not known - {"engine_facts"} <= set(values) <= known:  # which stores of before do not have
+    missing = sorted(known - {"engine_facts"} - set(values))  # which stores of before do not have
+    unknown = sorted(set(values) - known)
+    if missing or unknown:
         raise UserError(
-            f"{MANIFEST_NAME} must have the fields {sorted(known)}, got {sorted(values)} ({path}); "
+            f"{MANIFEST_NAME} must have the fields of format {FORMAT_VERSION}, got "
+            f"{', '.join([f'no {name}' for name in missing] + [f'an unknown {name}' for name in unknown])} ({path}); "
             f"restore it from a copy"
         )
     problems = [
         f"{name} must be {wanted}, got {values[name]!r}"
         for name, wanted, is_right in (
-            ("capture_layers", "a list of integers", _are_integers(values["capture_layers"])),
-            ("hidden_size", "an integer", _are_integers([values["hidden_size"]])),
-            ("vocab_size", "an integer", _are_integers([values["vocab_size"]])),
+            *((name, "text", isinstance(values[name], str)) for name in TEXTS),
+            *((name, "text or null", isinstance(values[name], str | None)) for name in TEXTS_OR_NULL),
+            ("capture_layers", "a list of integers", _are_integers(values["capture_layers"], least=0)),
+            ("hidden_size", "a positive integer", _are_integers([values["hidden_size"]], least=1)),
+            ("vocab_size", "a positive integer", _are_integers([values["vocab_size"]], least=1)),
+            ("last_rows", "supervised or all", values["last_rows"] in ["supervised", "all"]),
             ("codec", f"one of {', '.join(CODE_DTYPES)}", values["codec"] in list(CODE_DTYPES)),
             ("dtype", f"one of {', '.join(DTYPES)}", values["dtype"] in list(DTYPES)),
             ("generation", "an object", isinstance(values["generation"], dict)),
@@ -184,8 +201,9 @@ def digest_target_weights(target_path: Path) -> str:
     return digest.hexdigest()
 
 
-def _are_integers(values: Any) -> bool:
-    return isinstance(values, list) and all(isinstance(value, int) for value in values)
+def _are_integers(values: Any, least: int) -> bool:
+    # True is an int to isinstance, and an empty list has no layer.
+    return isinstance(values, list) and bool(values) and all(type(one) is int and one >= least for one in values)
 
 
 def _flat(manifest: Manifest) -> dict[str, Any]:

@@ -5,8 +5,8 @@ Its header carries the samples' entries, so the shards alone are the store: ever
 
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from eagle3.config import UserError
 from eagle3.features.location import Location, Piece
-from eagle3.features.stored import COLUMNS, LAST_COLUMNS, StoredSample, bytes_of
+from eagle3.features.stored import COLUMNS, LAST_COLUMNS, OPTIONAL_COLUMNS, ColumnKind, StoredSample, bytes_of
 
 SAFETENSORS_DTYPES = {
     torch.float32: "F32",
@@ -46,6 +46,23 @@ class IndexEntry:
     num_last: int  # R
     num_supervised: int  # tokens under the loss mask
     checksum: str  # see `StoredSample.checksum`
+
+    @classmethod
+    def of(cls, shard: int, values: Mapping[str, Any]) -> "IndexEntry":
+        """Makes an entry of what a header or an index says.
+
+        Raises:
+            TypeError, ValueError: it is no entry.
+        """
+        entry = cls(shard=shard, **values)
+        for each in fields(cls):
+            value = getattr(entry, each.name)
+            if type(value) is not each.type:  # True is an int to isinstance
+                raise TypeError(f"{each.name} {value!r}")
+            if isinstance(value, int) and value < 0:
+                raise ValueError(f"{each.name} {value!r}")
+        entry.sample_id.encode()  # half of a surrogate pair is no text
+        return entry
 
 
 @dataclass(frozen=True)
@@ -138,11 +155,32 @@ class Shard:
         header = self._read_header(num_bytes)
         try:
             listed = json.loads(header.pop("__metadata__")["samples"])
-            self.entries = [IndexEntry(shard=number, **values) for values in listed]
+            self.entries = [IndexEntry.of(number, values) for values in listed]
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"a shard's header must list its samples, got {error!r} ({self.file}); {REPAIR}") from error
         data_begin = num_bytes - max((each["data_offsets"][1] for each in header.values()), default=0)
         self.columns = {name: _column(header[name], data_begin) for name in COLUMNS if name in header}
+        self._check_places(sorted(header.keys() - self.columns.keys()))
+
+    def check_columns(self, kinds: Mapping[str, ColumnKind]) -> None:
+        """Compares the columns with those that its store's manifest asks for.
+
+        Raises:
+            UserError: the shard is of another store, or the manifest is not the one that was written.
+        """
+        problems = [f"no {name}" for name in kinds if name not in self.columns and name not in OPTIONAL_COLUMNS]
+        for name, column in self.columns.items():
+            seen = ColumnKind(column.dtype, column.row_shape)
+            if seen != kinds.get(name):
+                wanted = kinds.get(name)
+                problems.append(
+                    f"{name} {_kind_text(seen)} where {'none' if wanted is None else _kind_text(wanted)} is wanted"
+                )
+        if problems:
+            raise UserError(
+                f"a shard must have the columns of its store's codec, layers and sizes, got {'; '.join(problems)} "
+                f"({self.file}); restore manifest.json if it was changed, or move a shard of another store away"
+            )
 
     def read_sample(self, entry: IndexEntry) -> StoredSample:
         """Reads all columns of a sample."""
@@ -169,6 +207,25 @@ class Shard:
         """Returns the first row and the number of rows of a sample in a column."""
         is_last = name in LAST_COLUMNS
         return (entry.last_offset, entry.num_last) if is_last else (entry.offset, entry.num_tokens)
+
+    def _check_places(self, strangers: list[str]) -> None:
+        """Compares the entries' rows, which lie one behind the other, with the columns'."""
+        num_tokens, num_last = sum(e.num_tokens for e in self.entries), sum(e.num_last for e in self.entries)
+        problems = [f"an unknown column {name!r}" for name in strangers]
+        for name, column in self.columns.items():
+            wanted = num_last if name in LAST_COLUMNS else num_tokens
+            if column.num_rows != wanted:
+                problems.append(f"{column.num_rows} rows of {name} for samples with {wanted}")
+        offset = last_offset = 0
+        for entry in self.entries:
+            if (entry.offset, entry.last_offset) != (offset, last_offset):
+                problems.append(f"{entry.sample_id!r} at rows {entry.offset} and {entry.last_offset}")
+                break
+            offset, last_offset = offset + entry.num_tokens, last_offset + entry.num_last
+        if problems:
+            raise UserError(
+                f"a shard's samples must lie one behind the other, got {'; '.join(problems)} ({self.file}); {REPAIR}"
+            )
 
     def _read(self, wanted: list[tuple[str, int, int, Tensor]]) -> None:
         pieces = []
@@ -218,10 +275,16 @@ class Shard:
 def _column(value: dict[str, Any], data_begin: int) -> Column:
     num_rows, *row_shape = value["shape"]
     begin, end = value["data_offsets"]
+    if any(type(number) is not int or number < 0 for number in (num_rows, *row_shape, begin, end)):
+        raise ValueError(f"a shape {value['shape']} at {value['data_offsets']}")
     column = Column(TORCH_DTYPES[value["dtype"]], num_rows, tuple(row_shape), data_begin + begin)
     if len(row_shape) > 1 or column.row_bytes * num_rows != end - begin:
         raise ValueError(f"{value['dtype']} of shape {value['shape']} in {end - begin} bytes")
     return column
+
+
+def _kind_text(kind: ColumnKind) -> str:
+    return f"{SAFETENSORS_DTYPES[kind.dtype]} rows of {kind.row_shape[0] if kind.row_shape else 1}"
 
 
 def _entries(number: int, samples: Sequence[StoredSample], checksums: Sequence[str]) -> list[IndexEntry]:

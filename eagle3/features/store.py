@@ -11,11 +11,11 @@ import xxhash
 from torch import Tensor
 
 from eagle3.config import UserError
-from eagle3.features.index import INDEX_NAME, load_index, verify_store
+from eagle3.features.index import INDEX_NAME, REMAKE, fault_of, load_index, open_shard, verify_store
 from eagle3.features.location import Location
 from eagle3.features.manifest import DTYPES, load_manifest
 from eagle3.features.record import FeatureSample, is_held_out
-from eagle3.features.shard import REPAIR, IndexEntry, Shard, shard_name
+from eagle3.features.shard import IndexEntry, Shard, shard_name
 from eagle3.features.stored import StoredSample, decode_sample
 
 
@@ -85,12 +85,9 @@ class FeatureStore:
         shard.read_into(entry, columns)
         stored = StoredSample(entry.sample_id, columns)
         if index not in self._checked:
-            checksum = stored.checksum()
-            if checksum != entry.checksum:
-                raise UserError(
-                    f"sample {entry.sample_id!r} must have the checksum {entry.checksum}, got {checksum} "
-                    f"({shard.file}); {REPAIR}"
-                )
+            fault = fault_of(entry, stored, shard.file)
+            if fault is not None:
+                raise UserError(fault)
             self._checked.add(index)
         self._keep(index, stored)
 
@@ -122,7 +119,14 @@ class FeatureStore:
         counts = torch.zeros(self.manifest.vocab_size, dtype=torch.int64)  # (V,)
         for index in indices:
             input_ids, loss_mask = self._read_column(index, "input_ids"), self._read_column(index, "loss_mask")  # (T,)
-            counts += torch.bincount(input_ids[loss_mask], minlength=counts.numel())
+            seen = torch.bincount(input_ids[loss_mask].clamp(min=0), minlength=counts.numel())  # (V,), unless damaged
+            if seen.numel() != counts.numel() or bool((input_ids < 0).any()):
+                raise UserError(
+                    f"token ids must be within the target's vocabulary of {counts.numel()}, got "
+                    f"{int(input_ids.min())} to {int(input_ids.max())} (sample {self.entries[index].sample_id!r} of "
+                    f"{self.path}); run `python -m eagle3 features verify` on the store"
+                )
+            counts += seen
         return counts
 
     def shard(self, number: int) -> Shard:
@@ -134,11 +138,10 @@ class FeatureStore:
         shard = self._shards.get(number)
         if shard is None:
             record = self._records[number]
-            shard = Shard(self.location, number, record.num_bytes)
+            shard = open_shard(self.location, self.manifest, number, record.num_bytes)
             if shard.entries != record.entries:
                 raise UserError(
-                    f"{INDEX_NAME} must list the samples of its shards as they are, got others ({shard.file}); "
-                    f"delete {INDEX_NAME}: it is made again from the shards"
+                    f"{INDEX_NAME} must list the samples of its shards as they are, got others ({shard.file}); {REMAKE}"
                 )
             self._shards[number] = shard
         return shard

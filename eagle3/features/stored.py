@@ -6,7 +6,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from eagle3.features.codec import Codec, CodedStates, decode, encode, is_exact
+from eagle3.features.codec import CODE_DTYPES, Codec, CodedStates, decode, encode, group_size, is_exact, num_outliers
 from eagle3.features.record import FeatureSample
 
 # In the order of the file: four-byte columns first and one-byte ones last, so that each is aligned to its own width.
@@ -27,6 +27,34 @@ COLUMNS = (
 )
 # R rows; the others have T.
 LAST_COLUMNS = {name for name in COLUMNS if name.startswith("last_")} | {"target_logz"}
+OPTIONAL_COLUMNS = {"target_logz", "target_logprobs"}
+
+
+@dataclass(frozen=True)
+class ColumnKind:
+    """What one row of a column is."""
+
+    dtype: torch.dtype
+    row_shape: tuple[int, ...]  # () or (width,)
+
+
+def column_kinds(codec: Codec, hidden_size: int, num_layers: int) -> dict[str, ColumnKind]:
+    """Returns every column that a store of `num_layers` captured layers has, the optional ones too."""
+    kinds = {
+        "input_ids": ColumnKind(torch.int32, ()),
+        "last_rows": ColumnKind(torch.int32, ()),
+        "target_logprobs": ColumnKind(torch.float32, ()),
+        "target_logz": ColumnKind(torch.float32, ()),
+        "loss_mask": ColumnKind(torch.bool, ()),
+    }
+    for part, num_states in (("aux", num_layers), ("last", 1)):
+        kinds[f"{part}_hidden_states"] = ColumnKind(CODE_DTYPES[codec], (num_states * hidden_size,))
+        if not is_exact(codec):
+            beside = num_states * num_outliers(hidden_size)
+            kinds[f"{part}_scales"] = ColumnKind(torch.bfloat16, (num_states * hidden_size // group_size(hidden_size),))
+            kinds[f"{part}_outlier_columns"] = ColumnKind(torch.int16, (beside,))
+            kinds[f"{part}_outliers"] = ColumnKind(torch.bfloat16, (beside,))
+    return {name: kinds[name] for name in COLUMNS if name in kinds}
 
 
 @dataclass(frozen=True)

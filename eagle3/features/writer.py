@@ -138,8 +138,9 @@ class FeatureWriter:
             )
         if self._buffer and self._buffer[0].columns.keys() != stored.columns.keys():
             self._start_flush()  # the samples of a shard have the same columns
+        checksum = stored.checksum()  # here, so that the thread is left to the disk
         self._buffer.append(stored)
-        self._checksums.append(stored.checksum())  # here, so that the thread is left to the disk
+        self._checksums.append(checksum)
         self._buffer_bytes += num_bytes
         self.stored_ids.add(stored.sample_id)
         if self._buffer_bytes >= self._shard_bytes:

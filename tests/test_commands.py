@@ -1,6 +1,7 @@
 """`python -m eagle3 features` on small stores: what it prints, how it exits, and that nothing else is touched."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,22 +14,28 @@ from test_store import MANIFEST, contents
 
 from eagle3.__main__ import main as dispatch
 from eagle3.config import UserError
+from eagle3.features import commands
 from eagle3.features.codec import decode, encode
 from eagle3.features.commands import main
 from eagle3.features.manifest import Manifest
+from eagle3.features.record import FeatureSample
 from eagle3.features.store import FeatureStore
 from eagle3.features.writer import FeatureWriter
 
 WIDE = replace(MANIFEST, hidden_size=64, vocab_size=320)
 
 
+def bf16_sample(sample_id: str, mask: list[int], seed: int = 0) -> FeatureSample:
+    sample = random_sample(sample_id, mask, seed=seed)
+    aux, last = sample.aux_hidden_states.bfloat16(), sample.last_hidden_states.bfloat16()
+    return replace(sample, aux_hidden_states=aux, last_hidden_states=last)
+
+
 def write_numbers(path: Path, numbers: range, manifest: Manifest = WIDE) -> Path:
     """Writes samples s0, s1, ...: the same under each number wherever they are written."""
     with FeatureWriter(path, manifest, shard_bytes=4000) as writer:
         for number in numbers:
-            sample = random_sample(f"s{number}", [0, 0] + [1] * (2 + number % 3), seed=number)
-            aux, last = sample.aux_hidden_states.bfloat16(), sample.last_hidden_states.bfloat16()
-            writer.write(replace(sample, aux_hidden_states=aux, last_hidden_states=last))
+            writer.write(bf16_sample(f"s{number}", [0, 0] + [1] * (2 + number % 3), seed=number))
     return path
 
 
@@ -94,7 +101,7 @@ def test_a_dry_run_says_what_it_would_write_and_writes_nothing(
     before = {path: path.read_bytes() for path in source.iterdir()}
     for command in (
         ["convert", source, tmp_path / "out", "--codec", "int8"],
-        ["merge", tmp_path / "out", source],
+        ["merge", source, tmp_path / "out"],
         ["drop", source, tmp_path / "out", "--max-tokens", "5"],
     ):
         run(*command, "--dry-run")
@@ -112,7 +119,7 @@ def test_merge_takes_every_sample_once_and_goes_on_where_it_was(
     second = write_numbers(tmp_path / "second", range(4, 9))
     out = tmp_path / "out"
     write_numbers(out, range(2), replace(WIDE, prompts_digest=merged_digest(tmp_path, first, second)))  # as if killed
-    run("merge", out, first, second)
+    run("merge", first, second, out)
     printed = capsys.readouterr().out
     assert "9 samples, " in printed
     assert "copies 2" in printed
@@ -126,7 +133,7 @@ def test_merge_takes_every_sample_once_and_goes_on_where_it_was(
 
 
 def merged_digest(tmp_path: Path, *sources: Path) -> str:
-    run("merge", tmp_path / "digest", *sources)
+    run("merge", *sources, tmp_path / "digest")
     digest = FeatureStore(tmp_path / "digest").manifest.prompts_digest
     assert digest not in ("p0", "p1")
     return digest
@@ -136,7 +143,7 @@ def test_merge_refuses_stores_of_another_target_or_sample(tmp_path: Path) -> Non
     first = write_numbers(tmp_path / "first", range(3))
     other = write_numbers(tmp_path / "other", range(3), replace(WIDE, tokenizer_digest="t1", capture_layers=(1, 2, 3)))
     with pytest.raises(UserError) as caught:
-        run("merge", tmp_path / "out", first, other)
+        run("merge", first, other, tmp_path / "out")
     message = str(caught.value)
     assert "stores must belong together to become one:\n" in message
     assert f"  capture_layers must be (2, 4, 5), as in {first}, got (1, 2, 3) ({other})" in message
@@ -144,9 +151,9 @@ def test_merge_refuses_stores_of_another_target_or_sample(tmp_path: Path) -> Non
     coded = tmp_path / "coded"
     run("convert", first, coded, "--codec", "fp8")
     with pytest.raises(UserError, match=r"codec must be one, got bf16, fp8; name the new store's with --codec"):
-        run("merge", tmp_path / "out", first, coded)
+        run("merge", first, coded, tmp_path / "out")
     with pytest.raises(UserError, match=r"the same wherever it is stored, got another 's0' in .*coded than in .*first"):
-        run("merge", tmp_path / "out", first, coded, "--codec", "fp8")
+        run("merge", first, coded, tmp_path / "out", "--codec", "fp8")
 
 
 def test_convert_codes_every_sample(tmp_path: Path) -> None:
@@ -178,6 +185,134 @@ def test_drop_leaves_samples_out(tmp_path: Path, capsys: pytest.CaptureFixture[s
         UserError, match=r"ids to drop must be in the store, got 1 that are not, first 's77' \(.*ids.txt"
     ):
         run("drop", source, tmp_path / "none", "--ids", ids)
+
+
+def test_a_store_that_holds_anything_else_is_not_gone_on_with(tmp_path: Path) -> None:
+    first, second = write_numbers(tmp_path / "first", range(6)), write_numbers(tmp_path / "second", range(4, 9))
+    ids = tmp_path / "ids.txt"
+    before = {path: path.read_bytes() for path in sorted(first.iterdir())}
+    for command in (
+        ["merge", second, first],  # as if the new store came first
+        ["drop", first, first, "--max-tokens", 5],
+        ["drop", f"file://{first}", first, "--max-tokens", 5, "--dry-run"],
+        ["convert", first, tmp_path / "second" / ".." / "first", "--codec", "int8"],
+    ):
+        with pytest.raises(UserError, match=r"got (that of a source|4 others, first 's0') \(.*first\)"):
+            run(*command)
+    ids.write_text("s1\n")
+    run("drop", first, tmp_path / "out", "--ids", ids)
+    ids.write_text("s2\n")
+    with pytest.raises(UserError, match=r"must hold samples of this command alone, got 1 others, first 's2' \(.*out\)"):
+        run("drop", first, tmp_path / "out", "--ids", ids)
+    # The same id and another sample under it.
+    with FeatureWriter(tmp_path / "other", WIDE, shard_bytes=4000) as writer:
+        writer.write(bf16_sample("s0", [0, 0, 1, 1], seed=99))
+    with pytest.raises(UserError, match=r"got 1 others, first 's0' \(.*other\); choose another directory"):
+        run("merge", first, tmp_path / "other")
+    assert {path: path.read_bytes() for path in sorted(first.iterdir())} == before
+
+
+def test_what_a_codec_took_is_remembered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_numbers(tmp_path / "source", range(4))
+    run("convert", source, tmp_path / "coded", "--codec", "int8")
+    run("merge", tmp_path / "coded", tmp_path / "copy")  # as it was
+    assert FeatureStore(tmp_path / "copy").manifest.engine_facts == {}
+    capsys.readouterr()
+    run("convert", tmp_path / "coded", tmp_path / "back", "--codec", "bf16")
+    assert "states that were int8 stay as that left them: bf16 brings nothing back" in capsys.readouterr().out
+    assert FeatureStore(tmp_path / "back").manifest.engine_facts == {"coded_before": ["int8"]}
+    run("stats", tmp_path / "back")
+    assert "errors: not measured, the states of this store are coded already (int8)" in capsys.readouterr().out
+    run("convert", tmp_path / "back", tmp_path / "again", "--codec", "fp8")
+    assert FeatureStore(tmp_path / "again").manifest.engine_facts == {"coded_before": ["int8"]}
+    run("stats", tmp_path / "again")
+    assert "are coded already (int8, fp8)" in capsys.readouterr().out
+
+
+def test_stats_of_states_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with FeatureWriter(tmp_path / "empty", WIDE, shard_bytes=4000):
+        pass
+    run("stats", tmp_path / "empty")
+    assert "errors: not measured, the states of this store are none" in capsys.readouterr().out
+    with FeatureWriter(tmp_path / "prompt", WIDE, shard_bytes=4000) as writer:
+        writer.write(bf16_sample("p", [0, 0, 0, 0]))
+    run("stats", tmp_path / "prompt")
+    printed = capsys.readouterr().out
+    assert "1 sample in 1 shard, 4 tokens, 0 supervised" in printed
+    assert "int8, layer 2: error 0." in printed
+    assert "nan" not in printed
+
+
+def test_odd_ids_are_shown_as_they_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["a\nb", "\x1b[31mred", "", "line\u2028end", "caf\u00e9"]
+    with FeatureWriter(tmp_path / "source", WIDE, shard_bytes=4000) as writer:
+        for name in names:
+            writer.write(bf16_sample(name, [0, 0, 1, 1]))
+    run("inspect", tmp_path / "source")
+    printed = capsys.readouterr().out
+    for shown in (r"'a\nb' ", r"'\x1b[31mred' ", "'' ", r"'line\u2028end' ", "caf\u00e9 "):
+        assert f"\n{shown}" in printed
+    ids = tmp_path / "ids.txt"
+    ids.write_bytes("line\u2028end\r\n".encode())
+    run("drop", tmp_path / "source", tmp_path / "out", "--ids", ids)
+    assert [entry.sample_id for entry in FeatureStore(tmp_path / "out").entries] == [*names[:3], names[4]]
+
+
+def test_a_damaged_index_decides_nothing(tmp_path: Path) -> None:
+    source = write_numbers(tmp_path / "source", range(4))
+    index = source / "index.jsonl"
+    index.write_text(index.read_text().replace('"num_tokens": 4', '"num_tokens": 9'))
+    for command in (["inspect", source], ["stats", source], ["drop", source, tmp_path / "out", "--max-tokens", 5]):
+        with pytest.raises(UserError, match=r"index.jsonl must list the samples of its shards as they are, got others"):
+            run(*command)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\xff\xfe", r"ids to drop must be UTF-8 text, got invalid start byte \("),
+        (b"\n\n", r"one a line, got none \("),
+    ],
+)
+def test_a_file_without_ids_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    source = write_numbers(tmp_path / "source", range(2))
+    (tmp_path / "ids.txt").write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        run("drop", source, tmp_path / "out", "--ids", tmp_path / "ids.txt")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["drop", "s", "o", "--max-tokens", "-3"],
+            "argument --max-tokens: must be a whole number of at least 1, got '-3'",
+        ),
+        (["stats", "s", "--samples", "0"], "argument --samples: must be a whole number of at least 1, got '0'"),
+        (["merge", "s", "o", "--shard-bytes", "1e9"], "argument --shard-bytes: must be a whole number .*, got '1e9'"),
+        (
+            ["merge", "s", "s3://b/o"],
+            "argument out: must be a directory: stores are not written to URLs, got 's3://b/o'",
+        ),
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "LOG_SECONDS", 0.0)
+    with caplog.at_level("INFO"):
+        run("convert", write_numbers(tmp_path / "source", range(2)), tmp_path / "out", "--codec", "fp8")
+    assert [record.getMessage() for record in caplog.records] == ["writing: 44.4 %", "writing: 100.0 %"]
 
 
 @pytest.mark.parametrize(

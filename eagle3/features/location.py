@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractFileSystem
 
 from eagle3.config import UserError
@@ -46,6 +47,11 @@ class Location:
 
     def __str__(self) -> str:
         return str(self.where)
+
+    def is_directory(self, path: Path) -> bool:
+        """Tells whether this is a directory of this machine, under whatever name."""
+        is_local = self._remote is None or isinstance(self._remote, LocalFileSystem)
+        return is_local and os.path.realpath(self._root) == os.path.realpath(path)
 
     def file(self, name: str) -> str:
         """Returns a file's whole name, for messages and for opening it."""

@@ -21,6 +21,7 @@ from eagle3.features.location import Location
 FORMAT_VERSION = 1
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 MANIFEST_NAME = "manifest.json"
+CODED_BEFORE = "coded_before"  # in engine_facts: lossy codecs that a store's states went through before its own
 PROVENANCE_ONLY = {"engine_facts", "git_commit"}
 TEXTS = (
     "target_path",

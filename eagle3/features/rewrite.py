@@ -1,7 +1,7 @@
 """A new store made of others: merged, in another codec, without some samples.
 
 The sources stay as they are. A sample that the new store has already is not written again, so the same command goes on
-where it was stopped.
+where it was stopped; a store that holds anything else is not gone on with.
 """
 
 import dataclasses
@@ -13,8 +13,8 @@ from pathlib import Path
 import xxhash
 
 from eagle3.config import UserError
-from eagle3.features.codec import EXACT_CODECS, Codec, state_bytes
-from eagle3.features.manifest import Manifest
+from eagle3.features.codec import EXACT_CODECS, Codec, is_exact, state_bytes
+from eagle3.features.manifest import CODED_BEFORE, MANIFEST_NAME, Manifest, check_same_capture
 from eagle3.features.shard import ENTRY_BYTES, IndexEntry
 from eagle3.features.store import FeatureStore
 from eagle3.features.writer import FeatureWriter
@@ -131,13 +131,49 @@ def combined_manifest(stores: Sequence[FeatureStore], codec: Codec | None) -> Ma
     for manifest in (first, *others):
         if manifest.generation not in generations:
             generations.append(manifest.generation)
+    coded_before = {name for manifest in (first, *others) for name in manifest.engine_facts.get(CODED_BEFORE, [])}
+    coded_before |= {codec for codec in codecs if not is_exact(codec) and codec != wanted}
     return dataclasses.replace(
         first,
         codec=wanted,
+        engine_facts=first.engine_facts | ({CODED_BEFORE: sorted(coded_before)} if coded_before else {}),
         prompts_digest=digests[0] if len(digests) == 1 else xxhash.xxh3_128_hexdigest(json.dumps(digests).encode()),
         generation=generations[0] if len(generations) == 1 else {"merged": generations},
         last_rows="all" if all(manifest.last_rows == "all" for manifest in (first, *others)) else "supervised",
     )
+
+
+def count_begun(selection: Selection, path: Path, manifest: Manifest) -> int:
+    """Returns how many samples of a selection a store at `path` has already; 0 if there is none.
+
+    Raises:
+        UserError: the store is a source, or was begun with other settings or other samples, or is damaged.
+    """
+    if any(store.location.is_directory(path) for store in selection.stores):
+        raise UserError(
+            f"a new store must have a directory of its own, got that of a source ({path}); choose another: sources "
+            f"stay as they are"
+        )
+    if not (path / MANIFEST_NAME).exists():
+        return 0
+    begun = FeatureStore(path)
+    check_same_capture(begun.manifest, manifest, path)
+    # The bytes of a sample that is copied are those of its source; coded anew, they may be another device's.
+    wanted = {
+        entry.sample_id: entry.checksum if store.manifest.codec == manifest.codec else None
+        for store, entry in selection.entries
+    }
+    strangers = [
+        entry.sample_id
+        for entry in begun.entries
+        if entry.sample_id not in wanted or wanted[entry.sample_id] not in (None, entry.checksum)
+    ]
+    if strangers:
+        raise UserError(
+            f"a store that is gone on with must hold samples of this command alone, got {len(strangers)} others, "
+            f"first {strangers[0]!r} ({path}); choose another directory, or move that store away"
+        )
+    return len(begun)
 
 
 def write_selection(

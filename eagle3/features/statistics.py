@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from eagle3.features.codec import CODE_DTYPES, LARGEST_CODE, Codec, decode, encode, state_bytes
+from eagle3.features.manifest import CODED_BEFORE
 from eagle3.features.store import FeatureStore
 
 TYPICAL = 0.6745  # median absolute value of a standard normal
@@ -71,8 +72,8 @@ class CodecError:
 
 
 def errors_of_codecs(store: FeatureStore, num_samples: int, advance: Callable[[int], None]) -> list[CodecError]:
-    """Measures what each lossy codec would make of the first samples of an exact store; nothing of a coded one."""
-    if store.manifest.codec in LARGEST_CODE:
+    """Measures what each lossy codec would make of the first samples; nothing of states that a lossy one had before."""
+    if store.manifest.codec in LARGEST_CODE or CODED_BEFORE in store.manifest.engine_facts:
         return []
     hidden_size, layers = store.manifest.hidden_size, store.manifest.capture_layers
     states: dict[str, list[Tensor]] = {}
@@ -91,6 +92,8 @@ def errors_of_codecs(store: FeatureStore, num_samples: int, advance: Callable[[i
     for codec in LARGEST_CODE:
         for name, parts in states.items():
             exact = torch.cat(parts)
+            if not len(exact):  # nothing is supervised
+                continue
             decoded = decode(encode(exact, hidden_size, codec), hidden_size, exact.dtype)
             by_length, by_typical = state_errors(exact, decoded)
             channels = (decoded.float() - exact.float()).norm(dim=0) / exact.float().norm(dim=0).clamp(min=1e-30)

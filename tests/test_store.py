@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Literal, NamedTuple
 
 import pytest
@@ -24,8 +25,9 @@ from eagle3.features import writer as writer_module
 from eagle3.features.index import rebuild_index, verify_store
 from eagle3.features.manifest import Manifest
 from eagle3.features.record import FeatureSample, is_held_out, supervised_rows
-from eagle3.features.shard import shard_path
+from eagle3.features.shard import IndexEntry, shard_path, sync_shard, write_shard
 from eagle3.features.store import FeatureStore
+from eagle3.features.stored import StoredSample
 from eagle3.features.writer import FeatureWriter, QuotaReached
 
 HIDDEN, VOCAB = 8, 50
@@ -91,6 +93,11 @@ def write_store(path: Path, numbers: range, samples_per_shard: int = 2) -> None:
                 writer.flush()
 
 
+def write_all(writer: FeatureWriter, numbers: range) -> None:
+    for number in numbers:
+        writer.write(make_sample(number))
+
+
 def contents(store: FeatureStore) -> dict[str, FeatureSample]:
     return {store[i].sample_id: store[i] for i in range(len(store))}
 
@@ -132,6 +139,32 @@ def test_a_shard_is_sent_to_the_disk_in_blocks_while_it_is_filled(
     assert shard_path(tmp_path, 0).stat().st_size - ends[-1] < 200
     monkeypatch.undo()
     assert FeatureStore(tmp_path).verify() == []
+
+
+def test_a_shard_is_filled_while_the_one_before_it_is_on_its_way_to_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled, waited = Event(), []
+
+    def wait_for_the_next(path: Path) -> None:
+        waited.append(filled.wait(timeout=20))
+        sync_shard(path)
+
+    def fill(path: Path, samples: list[StoredSample], checksums: list[str]) -> list[IndexEntry]:
+        entries = write_shard(path, samples, checksums)
+        if samples[0].sample_id == make_sample(1).sample_id:
+            filled.set()
+        return entries
+
+    monkeypatch.setattr(writer_module, "sync_shard", wait_for_the_next)
+    monkeypatch.setattr(writer_module, "write_shard", fill)
+    with FeatureWriter(tmp_path, MANIFEST, shard_bytes=1) as writer:
+        write_all(writer, range(4))
+    assert waited == [True] * 4
+    monkeypatch.undo()
+    store = FeatureStore(tmp_path)
+    assert [entry.sample_id for entry in store.entries] == [make_sample(number).sample_id for number in range(4)]
+    assert store.verify() == []
 
 
 def test_a_sample_without_supervised_rows_is_stored(tmp_path: Path) -> None:
@@ -257,7 +290,7 @@ def test_kill_loses_only_what_was_buffered_and_doubles_nothing(
 ) -> None:
     path = tmp_path / "store"
     shutil.copytree(killed_stores / point.phase, path)
-    assert list(path.glob("*.tmp")) == ([path / "shard-0.tmp"] if point.phase in ("writing", "renaming") else [])
+    assert list(path.glob("*.tmp")) == ([path / "shard-0-0.tmp"] if point.phase in ("writing", "renaming") else [])
     stored = {make_sample(number).sample_id for number in range(point.num_stored)}
     # A reader sees the whole shards before any writer has tidied up.
     assert set(contents(FeatureStore(path))) == stored
@@ -371,6 +404,26 @@ def test_a_full_disk_leaves_the_store_as_it_was(
             writer.flush()
         writer.close()
     assert {each.name: each.read_bytes() for each in tmp_path.iterdir() if each.name != "lock"} == before
+    write_store(tmp_path, range(2, 4))
+    assert FeatureStore(tmp_path).verify() == []
+
+
+def test_a_disk_that_takes_no_more_of_a_shard_ends_the_one_after_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_store(tmp_path, range(2))
+
+    def fail(_: Path) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer_module, "sync_shard", fail)
+        writer = FeatureWriter(tmp_path, MANIFEST, shard_bytes=1)
+        with pytest.raises(UserError, match=r"the disk must take the next shard of \d+ bytes, .*quota exceeded"):
+            write_all(writer, range(2, 6))
+        writer.close()
+    assert list(tmp_path.glob("*.tmp")) == []
+    assert set(contents(FeatureStore(tmp_path))) == {make_sample(number).sample_id for number in range(2)}
     write_store(tmp_path, range(2, 4))
     assert FeatureStore(tmp_path).verify() == []
 

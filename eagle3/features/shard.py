@@ -16,6 +16,7 @@ from torch import Tensor
 from eagle3.config import UserError
 from eagle3.features.location import Location, Piece
 from eagle3.features.stored import COLUMNS, LAST_COLUMNS, OPTIONAL_COLUMNS, ColumnKind, StoredSample, bytes_of
+from eagle3.files import sync
 
 SAFETENSORS_DTYPES = {
     torch.float32: "F32",
@@ -100,9 +101,12 @@ def sample_num_bytes(sample: StoredSample) -> int:
     return sample.num_bytes + ENTRY_BYTES + ID_CHARACTER_BYTES * len(sample.sample_id)
 
 
-def write_shard(path: Path, number: int, samples: Sequence[StoredSample], checksums: Sequence[str]) -> list[IndexEntry]:
-    """Writes samples with the same columns to a new file, down to the disk, and returns their entries."""
-    entries = _entries(number, samples, checksums)
+def write_shard(path: Path, samples: Sequence[StoredSample], checksums: Sequence[str]) -> list[IndexEntry]:
+    """Writes samples with the same columns to a new file and returns their entries, of shard 0 until it has a number.
+
+    Its bytes are on the disk after `sync_shard` alone.
+    """
+    entries = _entries(samples, checksums)
     stored = [{name: value for name, value in asdict(entry).items() if name != "shard"} for entry in entries]
     columns = {name: [sample.columns[name] for sample in samples] for name in samples[0].columns}
     header: dict[str, Any] = {"__metadata__": {"samples": json.dumps(stored)}}
@@ -125,9 +129,12 @@ def write_shard(path: Path, number: int, samples: Sequence[StoredSample], checks
                 file.write(bytes_of(tensor))
                 if file.tell() - started >= DISK_BLOCK:
                     started = _start_to_disk(file, started)
-        file.flush()
-        os.fsync(file.fileno())
     return entries
+
+
+def sync_shard(path: Path) -> None:
+    """Waits until a shard's bytes are on the disk."""
+    sync(path)
 
 
 def _start_to_disk(file: BinaryIO, started: int) -> int:
@@ -287,7 +294,7 @@ def _kind_text(kind: ColumnKind) -> str:
     return f"{SAFETENSORS_DTYPES[kind.dtype]} rows of {kind.row_shape[0] if kind.row_shape else 1}"
 
 
-def _entries(number: int, samples: Sequence[StoredSample], checksums: Sequence[str]) -> list[IndexEntry]:
+def _entries(samples: Sequence[StoredSample], checksums: Sequence[str]) -> list[IndexEntry]:
     entries = []
     offset = last_offset = 0
     for sample, checksum in zip(samples, checksums, strict=True):
@@ -296,7 +303,7 @@ def _entries(number: int, samples: Sequence[StoredSample], checksums: Sequence[s
         entries.append(
             IndexEntry(
                 sample.sample_id,
-                number,
+                0,
                 offset,
                 num_tokens,
                 last_offset,

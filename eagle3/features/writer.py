@@ -1,8 +1,8 @@
-"""Writes a store: a shard appears whole or not at all, while the next one is being filled.
+"""Writes a store: a shard appears whole or not at all, while the next ones are being filled.
 
 A shard is written, brought down to the disk and only then given its name, so a sample that is in one is done, exactly
-once. That happens on a thread, so that capture does not wait for the disk: a kill loses what is buffered, the shard
-under way and the one that is being filled.
+once. One thread fills files and another waits for the disk, so that neither capture nor the disk waits for the other:
+a kill loses what is buffered and at most two shards under way.
 """
 
 import contextlib
@@ -11,9 +11,12 @@ import fcntl
 import logging
 import os
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
 from typing import Any, Self, TextIO
 
@@ -32,7 +35,14 @@ from eagle3.features.index import (
 from eagle3.features.location import Location
 from eagle3.features.manifest import DTYPES, MANIFEST_NAME, Manifest, check_same_capture, manifest_text, read_manifest
 from eagle3.features.record import FeatureSample
-from eagle3.features.shard import HEADER_BYTES, sample_num_bytes, shard_path, write_shard
+from eagle3.features.shard import (
+    HEADER_BYTES,
+    IndexEntry,
+    sample_num_bytes,
+    shard_path,
+    sync_shard,
+    write_shard,
+)
 from eagle3.features.stored import StoredSample, encode_sample
 from eagle3.files import PRIVATE, sync, write_whole
 
@@ -79,8 +89,12 @@ class FeatureWriter:
         self._checksums: list[str] = []  # of the buffered ones
         self._buffer_bytes = HEADER_BYTES
         self._flush_failed = False
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
-        self._under_way: Future[None] | None = None
+        self._filler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store-fill")
+        self._sealer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store-seal")
+        self._temporary_names = cycle(temporary_shard_names(writer))
+        self._filling: Future[None] | None = None
+        self._sealing: Future[None] | None = None
+        self._count = Lock()  # of the next two, which the threads change
         self._bytes_under_way = 0
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = _lock(path, writer)
@@ -98,7 +112,7 @@ class FeatureWriter:
             self._lock.close()
             raise
         self.stored_ids = {entry.sample_id for record in records for entry in record.entries}  # buffered ones too
-        self.num_bytes = sum(record.num_bytes for record in records)  # of the shards on disk
+        self.num_bytes = sum(record.num_bytes for record in records)  # of the shards on the disk
         self._next_number = max((record.number for record in records), default=-1) + 1
 
     @property
@@ -120,7 +134,7 @@ class FeatureWriter:
 
         Raises:
             QuotaReached: the sample does not fit; everything before it was written.
-            UserError: the disk cannot take the shard before this one; the store is as it was before that.
+            UserError: the disk cannot take a shard before this one; the store is as it was before that.
         """
         _check_sample(sample, self.manifest)
         self.write_stored(encode_sample(sample, self.manifest.hidden_size, self.manifest.codec, self._device))
@@ -129,7 +143,8 @@ class FeatureWriter:
         """Buffers a sample that is in the store's codec already; as `write`."""
         assert stored.sample_id not in self.stored_ids, f"sample {stored.sample_id!r} is stored already"
         num_bytes = sample_num_bytes(stored)
-        total = self.num_bytes + self._bytes_under_way + self._buffer_bytes + num_bytes
+        with self._count:
+            total = self.num_bytes + self._bytes_under_way + self._buffer_bytes + num_bytes
         if self._quota_bytes is not None and total > self._quota_bytes:
             self.flush()
             raise QuotaReached(
@@ -153,7 +168,8 @@ class FeatureWriter:
             UserError: the disk cannot take it; the store is as it was before.
         """
         self._start_flush()
-        self._wait()
+        self._wait(self._filling)
+        self._wait(self._sealing)
 
     def close(self) -> None:
         """Writes what is buffered and lets other writers in; a flush that failed is not tried again."""
@@ -161,7 +177,8 @@ class FeatureWriter:
             if not self._flush_failed:
                 self.flush()
         finally:
-            self._thread.shutdown()
+            self._filler.shutdown()
+            self._sealer.shutdown()
             self._lock.close()
 
     def __enter__(self) -> Self:
@@ -171,43 +188,57 @@ class FeatureWriter:
         self.close()
 
     def _start_flush(self) -> None:
-        self._wait()  # at most two shards are in memory
+        self._wait(self._filling)  # at most two shards are in memory
         if not self._buffer:
             return
-        self._bytes_under_way = self._buffer_bytes
-        self._under_way = self._thread.submit(self._write_shard, self._buffer, self._checksums, self._buffer_bytes)
+        with self._count:
+            self._bytes_under_way += self._buffer_bytes
+        self._filling = self._filler.submit(self._fill, self._buffer, self._checksums, self._buffer_bytes)
         self._buffer, self._checksums, self._buffer_bytes = [], [], HEADER_BYTES
 
-    def _wait(self) -> None:
-        if self._under_way is None:
+    def _wait(self, under_way: Future[None] | None) -> None:
+        if under_way is None:
             return
         # Set before the wait, so that a Ctrl-C in it does not leave a second shard to be tried.
         self._flush_failed = True
-        self._under_way.result()
-        self._under_way = None
-        self._bytes_under_way = 0
+        under_way.result()
         self._flush_failed = False
 
-    def _write_shard(self, samples: list[StoredSample], checksums: list[str], num_bytes: int) -> None:
-        """Writes one shard; runs on the thread."""
-        free = shutil.disk_usage(self.path).free
-        if free < num_bytes:
-            raise self._disk_full(num_bytes, f"{free} bytes free")
-        temporary = self.path / f"shard-{self.writer}.tmp"
-        try:
-            entries = write_shard(temporary, self._next_number, samples, checksums)
+    def _fill(self, samples: list[StoredSample], checksums: list[str], num_bytes: int) -> None:
+        """Writes one shard to a temporary file; runs on a thread of its own."""
+        temporary = self.path / next(self._temporary_names)
+        with self._disk_errors(temporary, num_bytes):
+            free = shutil.disk_usage(self.path).free
+            if free < num_bytes:
+                raise self._disk_full(num_bytes, f"{free} bytes free")
+            entries = write_shard(temporary, samples, checksums)
+            if self._sealing is not None:
+                self._sealing.result()  # shards are published in their order, and none after one that failed
+        self._sealing = self._sealer.submit(self._seal, temporary, entries, num_bytes)
+
+    def _seal(self, temporary: Path, entries: list[IndexEntry], num_bytes: int) -> None:
+        """Brings a shard down to the disk and publishes it; runs on a thread of its own."""
+        with self._disk_errors(temporary, num_bytes):
+            sync_shard(temporary)
             number = self._publish(temporary)
-            if number != self._next_number:  # another writer has taken it: entries are numbered by their file
-                entries = [type(entry)(**{**vars(entry), "shard": number}) for entry in entries]
+            entries = [replace(entry, shard=number) for entry in entries]
             record = ShardRecord(number, shard_path(self.path, number).stat().st_size, entries)
             append_to_index(self.path, self.writer, record)
-        except OSError as error:
+        self._next_number = number + 1
+        with self._count:
+            self._bytes_under_way -= num_bytes
+            self.num_bytes += record.num_bytes
+
+    @contextlib.contextmanager
+    def _disk_errors(self, temporary: Path, num_bytes: int) -> Iterator[None]:
+        """Removes the temporary file of a shard that failed, and says when that was for want of space."""
+        try:
+            yield
+        except BaseException as error:
             temporary.unlink(missing_ok=True)
-            if error.errno in FULL:
+            if isinstance(error, OSError) and error.errno in FULL:
                 raise self._disk_full(num_bytes, str(error)) from error
             raise
-        self.num_bytes += record.num_bytes
-        self._next_number = number + 1
 
     def _publish(self, temporary: Path) -> int:
         """Gives a shard the first number that no other writer took; a link, unlike a rename, never replaces a file."""
@@ -227,6 +258,11 @@ class FeatureWriter:
             f"the disk must take the next shard of {num_bytes} bytes, got {seen} ({self.path}); free some "
             f"space and run the same command again: it goes on from the last whole shard"
         )
+
+
+def temporary_shard_names(writer: int) -> list[str]:
+    """Returns the names of the files that a writer fills, in turns: one is filled, one on its way to the disk."""
+    return [f"shard-{writer}-{turn}.tmp" for turn in range(2)]
 
 
 def side_path(store_path: Path, writer: int) -> Path:
@@ -255,7 +291,11 @@ def _lock(path: Path, writer: int) -> TextIO:
 
 def _open_for_writing(path: Path, manifest: Manifest, writer: int) -> list[ShardRecord]:
     # The lock is held, so these temp files belong to a run that died.
-    names = [f"shard-{writer}.tmp", f"manifest-{writer}.tmp", Path(index_name(writer)).with_suffix(".tmp").name]
+    names = [
+        *temporary_shard_names(writer),
+        f"manifest-{writer}.tmp",
+        Path(index_name(writer)).with_suffix(".tmp").name,
+    ]
     for stale in (path / name for name in names):
         if stale.exists():
             logger.warning("removed %s, left by a run that was killed", stale)

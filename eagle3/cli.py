@@ -24,7 +24,8 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None 
 def run_command(main: Callable[[], None]) -> None:
     """Runs a command's main function; what is not a fault of the program ends it with one message and no traceback.
 
-    Exit code 2 is a user's mistake, or a file that the system refuses; 1 a computation that left the finite numbers.
+    Exit code 2 is a user's mistake, or a file that the system refuses; 1 a computation that left the finite numbers, or
+    a process of the run that is gone.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     try:
@@ -32,6 +33,9 @@ def run_command(main: Callable[[], None]) -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except ChildProcessError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
     except OSError as error:
         if error.filename is None:  # no file of the user's
             raise

@@ -191,6 +191,7 @@ class RunConfig:
     save_every: int = 500  # optimizer steps
     validate_every: int = 500  # optimizer steps; the last step always validates
     log_every: int = 10  # optimizer steps
+    timeout: float = 10.0  # minutes that a rank may take for its part of a step before all stop and say which it was
     keep_last: int = 2  # checkpoints
     keep_best: int = 1  # besides: those with the highest held-out tau; a new best one is always saved
     patience: int | None = None  # validations in a row without a new best tau, after which training ends; null: never

@@ -1,7 +1,7 @@
 """Trains as train.py does, in a process that a test launches, and tells what it saw.
 
 FACTS is a directory that gets one JSON file from each rank; --send sends this process a signal before a step, or with
---micro-step before the backward of one of its micro-steps.
+--micro-step before the backward of one of its micro-steps. The signal 0 stands for a GPU without memory left.
 """
 
 import argparse
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 from accelerate import Accelerator
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -39,7 +40,9 @@ def main() -> None:
     num_backward = [0]
 
     def send(engine: Engine) -> None:
-        if number and facts["num_steps"] == step and engine.world.rank == signalled_rank:
+        if facts["num_steps"] == step and engine.world.rank == signalled_rank:
+            if number == 0:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
             os.kill(os.getpid(), signal.Signals(number))
 
     backward = Engine.backward

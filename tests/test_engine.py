@@ -20,6 +20,7 @@ from eagle3.training.optimizer_step import take_step
 from eagle3.training.sequence_split import Ranks
 from eagle3.training.stopping import StopSignal
 from eagle3.training.validation import validate
+from eagle3.training.watch import Watch
 
 
 @pytest.fixture(scope="module")
@@ -141,13 +142,14 @@ def test_held_out_tau_does_not_depend_on_how_samples_are_packed(base: TrainConfi
     found = []
     for batch_tokens in (20, 1000):
         validation = validate(
-            engine.module,
+            engine,
             inputs.store,
             inputs.held_out_indices,
             batch_tokens=batch_tokens,
-            world=engine.world,
             bars=Progress(disable=True),
             stop=StopSignal(),
+            watch=Watch(engine.world, timeout=1.0),
+            step=4,
         )
         assert validation is not None
         found.append(validation)

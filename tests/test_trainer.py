@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -224,6 +225,9 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(
     assert "the loss must be finite, got nan in 1 of 5 micro-batches; no update was made" in message
     poisoned = [name for name in message.split("'")[1::2] if name.startswith("s")]
     assert len(poisoned) == 1
+    record = json.loads((tmp_path / "run" / "stopped.json").read_text())
+    assert (record["step"], record["error"]) == (4, message)
+    assert poisoned in record["sample_ids"]
     saved = state_of(tmp_path / "run", 3)
     assert all(torch.equal(saved[name], tensor) for name, tensor in seen[0].read_state().items())
 
@@ -396,6 +400,30 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run(
         train(with_run(base, dir=str(tmp_path / "run")))
 
 
+def test_a_rank_without_memory_stops_all_and_the_last_checkpoint_goes_on_with_less(
+    base: TrainConfig, undisturbed: Path, tmp_path: Path
+) -> None:
+    config = with_batch_tokens(with_run(base, dir=str(tmp_path / "run"), resume="auto"), 20)
+    send = ["--send", "0", "1", "5", "--micro-step", "2"]
+    started = time.monotonic()
+    stopped = launch([*TWO_RANKS, str(WORKER)], config, tmp_path, "CONFIG", str(tmp_path), *send)
+    assert stopped.returncode == 1, stopped.stderr[-4000:]
+    assert time.monotonic() - started < 120  # the other rank did not wait for what could not come
+    said = re.search(r"error: a micro-batch must fit the GPU's memory, got (\d+) tokens .*\n", stopped.stderr)
+    assert said is not None, stopped.stderr[-4000:]
+    assert re.search(r"error: rank 1 on \S+ stopped: a micro-batch must fit", stopped.stderr)
+    record = json.loads((tmp_path / "run" / "stopped.json").read_text())
+    assert record["step"] == 5
+    names = re.findall(r"'(s\d+)'", said[0])
+    assert names in record["sample_ids"]
+    advised = re.search(r"run\.resume=auto and data\.batch_tokens=(\d+)", said[0])
+    assert advised is not None
+    assert int(advised[1]) == int(0.75 * int(said[1]))
+    # The advice, followed: from the checkpoint of step 3, here by one process.
+    resumed = train(with_batch_tokens(config, int(advised[1])))
+    assert_same_training(resumed, undisturbed)
+
+
 @pytest.mark.parametrize("deepspeed", [None, "zero2"])
 def test_two_ranks_killed_in_an_accumulation_end_bit_for_bit(
     base: TrainConfig, tmp_path: Path, deepspeed: str | None
@@ -407,6 +435,8 @@ def test_two_ranks_killed_in_an_accumulation_end_bit_for_bit(
     send = ["--send", str(int(signal.SIGKILL)), "1", "8", "--micro-step", "2"]
     killed = launch([*TWO_RANKS, str(WORKER)], config, tmp_path, "CONFIG", str(tmp_path), *send)
     assert killed.returncode == 1, killed.stderr[-4000:]
+    # Beats are two seconds apart, in which a tiny run takes ten steps.
+    assert re.search(r"error: every rank must be alive, got no word from rank 1 on \S+, in the \w+ of", killed.stderr)
     assert max(line["step"] for line in metrics_of(tmp_path / "killed")) == 7
     facts = launch_worker(TWO_RANKS, config, tmp_path)
     assert [each["num_steps"] for each in facts] == [5, 5]

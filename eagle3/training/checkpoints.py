@@ -37,7 +37,7 @@ FREE_SETTINGS = {
     "target", "tracking", "data.path", "data.batch_tokens", "data.split_sequences", "data.read_threads",
     "data.prefetch_steps", "data.cache_bytes",
     "run.dir", "run.resume", "run.save_every", "run.validate_every", "run.log_every", "run.keep_last", "run.keep_best",
-    "run.patience", "run.stop_after", "run.deepspeed", "run.deterministic",
+    "run.timeout", "run.patience", "run.stop_after", "run.deepspeed", "run.deterministic",
 }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ accelerate calls every rank 0 of 1 under DeepSpeed on a CPU, so rank and world s
 here and nowhere else.
 """
 
+import datetime
 import json
 import logging
 import os
@@ -80,8 +81,10 @@ def start(config: TrainConfig) -> tuple[Accelerator, World]:
         # Nothing here reads such memory, and to fill it costs a pass; torch has no types for it.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     handlers: list[Any] = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
-    if use_cpu and "LOCAL_RANK" in os.environ:
-        handlers.append(InitProcessGroupKwargs(backend="gloo"))
+    if "LOCAL_RANK" in os.environ:
+        # A collective's own end, which names no rank, comes after that of watch.py, which does.
+        timeout = datetime.timedelta(minutes=2 * config.run.timeout)
+        handlers.append(InitProcessGroupKwargs(backend="gloo" if use_cpu else "nccl", timeout=timeout))
     accelerator = Accelerator(
         # With cpu=True accelerate drops DeepSpeed without a word; DS_ACCELERATOR says it there.
         cpu=use_cpu and deepspeed is None,

@@ -112,6 +112,7 @@ def check_settings(config: TrainConfig) -> None:
         "objective.ttt_decay": config.objective.ttt_decay,
         "optimizer.learning_rate": optimizer.learning_rate,
         "optimizer.max_grad_norm": optimizer.max_grad_norm,
+        "run.timeout": config.run.timeout,
         "run.stop_after": 1.0 if config.run.stop_after is None else config.run.stop_after,
     }
     problems += [f"  {name} must be above 0, got {value}" for name, value in above_zero.items() if not value > 0]

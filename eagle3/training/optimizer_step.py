@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eagle3.config import ObjectiveConfig, OptimizerConfig
+from eagle3.config import ObjectiveConfig, OptimizerConfig, UserError
 from eagle3.training.batches import StepBatch
 from eagle3.training.distributed import reduce_sum
 from eagle3.training.engine import Engine
+from eagle3.training.faults import out_of_memory_message
 from eagle3.training.packs import CodedPack, on_device
 
 
@@ -72,11 +73,16 @@ def learning_rate_at(step: int, num_steps: int, config: OptimizerConfig) -> floa
     return config.learning_rate * (ratio + (1 - ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def take_step(engine: Engine, batch: StepBatch, *, learning_rate: float, stop_requested: bool = False) -> StepResult:
+def take_step(
+    engine: Engine, batch: StepBatch, *, learning_rate: float, batch_tokens: int = 0, stop_requested: bool = False
+) -> StepResult:
     """Forward and backward over this rank's micro-batches, then one update.
+
+    `batch_tokens` is the size that they were made for, which is named if one does not fit.
 
     Raises:
         FloatingPointError: loss or gradient is not finite; the weights are as they were before the step.
+        UserError: a micro-batch does not fit the GPU's memory; the other ranks wait for this one.
     """
     objective, device, size = engine.module.objective, engine.world.device, engine.world.size
     num_real = len(batch.packs) - batch.has_filler
@@ -85,15 +91,7 @@ def take_step(engine: Engine, batch: StepBatch, *, learning_rate: float, stop_re
     # Both wrappers average gradients over the ranks; the factor makes that a sum.
     step_weights = loss_weights(objective, num_counted) * size
 
-    losses = torch.zeros(len(batch.packs), size, dtype=torch.float64, device=device)  # of every pack of every rank
-    sums = torch.zeros(4, objective.ttt_steps, dtype=torch.float64, device=device)
-    for index, packed in enumerate(on_device(batch.packs, device)):
-        with engine.accumulating(is_last=index == len(batch.packs) - 1):
-            loss, pack_sums = engine.model(packed, step_weights if index < num_real else 0 * step_weights)
-            engine.backward(loss)
-        if index < num_real:
-            losses[index, engine.world.rank] = loss.detach()
-            sums += pack_sums
+    losses, sums = _run_micro_batches(engine, batch, step_weights, batch_tokens)
 
     # One collective and one wait for the device: sums, losses and whether somebody was asked to stop.
     flag = torch.tensor([float(stop_requested)], dtype=torch.float64, device=device)
@@ -106,6 +104,28 @@ def take_step(engine: Engine, batch: StepBatch, *, learning_rate: float, stop_re
             f"(samples {', '.join(repr(name) for members in batch.sample_ids for name in members)})"
         )
     return StepResult(MetricSums(*total[: sums.numel()].view_as(sums)), grad_norm, bool(total[-1] > 0))
+
+
+def _run_micro_batches(
+    engine: Engine, batch: StepBatch, step_weights: Tensor, batch_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Runs forward and backward; returns losses (packs, ranks), zero for other ranks, and sums (4, K)."""
+    device, num_real = engine.world.device, len(batch.packs) - batch.has_filler
+    losses = torch.zeros(len(batch.packs), engine.world.size, dtype=torch.float64, device=device)
+    sums = torch.zeros(4, step_weights.numel(), dtype=torch.float64, device=device)
+    index = 0
+    try:
+        for index, packed in enumerate(on_device(batch.packs, device)):
+            with engine.accumulating(is_last=index == len(batch.packs) - 1):
+                loss, pack_sums = engine.model(packed, step_weights if index < num_real else 0 * step_weights)
+                engine.backward(loss)
+            if index < num_real:
+                losses[index, engine.world.rank] = loss.detach()
+                sums += pack_sums
+    except torch.OutOfMemoryError as error:
+        plan = engine.module.memory_plan
+        raise UserError(out_of_memory_message(batch.packs[index], plan, batch_tokens, str(error))) from None
+    return losses, sums
 
 
 def count_rows(packs: Sequence[CodedPack], ttt_steps: int) -> Tensor:  # (K,) fp64

@@ -2,14 +2,39 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from eagle3.board import drafter_files, feature_store
+from eagle3.config import TrainConfig
 from eagle3.draft.questions import COLUMNS, QUESTIONS_NAME, read_questions, rows
 from eagle3.features.store import FeatureStore
 from eagle3.tracking import Tracker
 from eagle3.training.checkpoints import TrainState
+from eagle3.training.engine import Engine
+from eagle3.training.inputs import Inputs
 
 HELD_OUT = "held_out"  # the measure in questions.jsonl
+
+
+def facts(config: TrainConfig, inputs: Inputs, engine: Engine, state: TrainState) -> dict[str, Any]:
+    """Returns what run.json says of a run besides machine and code."""
+    return {
+        "from_step": state.step,
+        "seeds": {"run": config.run.seed, "data": config.data.seed},
+        "setup": str(engine.setup),
+        "device": str(engine.world.device),
+        "num_devices": engine.world.size,
+        "num_draft_tokens": config.objective.ttt_steps,
+        "num_parameters": sum(parameter.numel() for parameter in engine.module.parameters()),
+        "store": {
+            "digest": state.store_digest,
+            "num_bytes": inputs.store.num_bytes,
+            "num_tokens": inputs.store.num_tokens,
+            "manifest": dataclasses.asdict(inputs.store.manifest),
+            "num_train_samples": len(inputs.train_indices),
+            "num_held_out_samples": len(inputs.held_out_indices),
+        },
+    }
 
 
 def show_inputs(tracker: Tracker, store: FeatureStore, digest: str) -> None:

@@ -69,6 +69,12 @@ class Saver:
         if writing is not None:
             writing.result()
 
+    def finish(self) -> None:
+        """Waits until what was saved is on the disk, or could not be written, which is logged."""
+        writing, self._writing = self._writing, None
+        if writing is not None and writing.exception() is not None:
+            logger.error("the last checkpoint could not be written: %s", writing.exception())
+
     def __enter__(self) -> Self:
         return self
 
@@ -77,8 +83,8 @@ class Saver:
         self._host.__exit__(kind, error, at)
         if kind is None:
             self.wait()
-        elif self._writing is not None and self._writing.exception() is not None:
-            logger.error("the last checkpoint could not be written: %s", self._writing.exception())
+        else:
+            self.finish()
 
     def _write(self, tensors: dict[str, Tensor], state: TrainState) -> None:
         save_checkpoint(self._run_dir, tensors, state)

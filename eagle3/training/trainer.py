@@ -6,17 +6,16 @@ import itertools
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
 from rich.progress import Progress
 
-from eagle3.config import TrainConfig
+from eagle3.config import TrainConfig, UserError
 from eagle3.draft.export import TRAINED_ON, export_drafter
 from eagle3.draft.questions import QUESTIONS_NAME, write_questions
 from eagle3.tracking import Tracker, identify, new_run_dir, open_board, run_dir_to_resume, write_provenance
-from eagle3.training.batches import Batches
+from eagle3.training.batches import Batches, StepBatch
 from eagle3.training.checkpoints import (
     TrainState,
     check_same_run,
@@ -25,17 +24,19 @@ from eagle3.training.checkpoints import (
 )
 from eagle3.training.distributed import World, check_same, from_main, quiet_other_ranks, start
 from eagle3.training.engine import Engine, TTTModule
+from eagle3.training.faults import LossSpikes, keep_stopped
 from eagle3.training.inputs import Inputs, largest_micro_batch, load_inputs
 from eagle3.training.memory import log_plan, plan_memory
 from eagle3.training.model_card import model_card
-from eagle3.training.optimizer_step import learning_rate_at, take_step
+from eagle3.training.optimizer_step import StepResult, learning_rate_at, take_step
 from eagle3.training.prefetch import prefetched
 from eagle3.training.progress import StepLog, progress_bars
-from eagle3.training.results import HELD_OUT, show_inputs, show_results
+from eagle3.training.results import HELD_OUT, facts, show_inputs, show_results
 from eagle3.training.saves import Saver
 from eagle3.training.sequence_split import Ranks
 from eagle3.training.stopping import StopSignal, has_ended
 from eagle3.training.validation import Validation, validate
+from eagle3.training.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -55,11 +56,22 @@ class Run:
     num_steps: int  # optimizer steps, of the whole run
 
 
+@dataclass(frozen=True)
+class Session:
+    """What one process has open while it takes steps of a run."""
+
+    tracker: Tracker | None  # on the main rank
+    stop: StopSignal
+    saver: Saver
+    watch: Watch
+
+
 def train(config: TrainConfig) -> Path:
     """Trains a drafter and returns the run's directory; the best drafter is in its `drafter/`.
 
     Raises:
-        UserError: store, target, config and launcher do not belong together.
+        UserError: store, target, config and launcher do not belong together, or a micro-batch does not fit the GPU.
+        ChildProcessError: another rank has stopped or died.
         FloatingPointError: loss or gradient is not finite; the last checkpoint is as good as before.
     """
     quiet_other_ranks()
@@ -107,18 +119,20 @@ def train_among_ranks(config: TrainConfig, inputs: Inputs, accelerator: Accelera
             open_tracker(run, state) as tracker,
             StopSignal(config.run.stop_after) as stop,
             Saver(engine, run_dir, config.run) as saver,
+            Watch(world, timeout=config.run.timeout, before_end=saver.finish) as watch,
         ):
-            state = take_steps(run, state, tracker, stop, saver)
+            state = take_steps(run, state, Session(tracker, stop, saver, watch))
             saver.wait()
             if tracker is not None and has_ended(state, num_steps, patience) and state.validated_step == state.step:
                 show_results(tracker, run_dir, state, run_dir / DRAFTER_NAME)
     return run_dir
 
 
-def take_steps(run: Run, state: TrainState, tracker: Tracker | None, stop: StopSignal, saver: Saver) -> TrainState:
+def take_steps(run: Run, state: TrainState, session: Session) -> TrainState:
     """Trains from `state` to the last step, or until the process is asked to stop; returns where that is."""
     config, settings, engine = run.config, run.config.run, run.engine
-    log = StepLog(config.objective, run.num_steps, run.batches.steps_per_epoch, tracker, engine.world.size)
+    log = StepLog(config.objective, run.num_steps, run.batches.steps_per_epoch, session.tracker, engine.world.size)
+    spikes = LossSpikes(run.dir)
     first_step = saved_step = state.step
     saved_state = state
     positions = itertools.islice(run.batches.positions(state.position), run.num_steps - state.step)
@@ -129,9 +143,9 @@ def take_steps(run: Run, state: TrainState, tracker: Tracker | None, stop: StopS
             # Validation comes first, so that a checkpoint knows the tau of its step; step 0 is the untrained drafter.
             is_last = state.step == run.num_steps
             if state.validated_step != state.step and (is_last or state.step % settings.validate_every == 0):
-                validated = validate_and_export(run, state, log, bars, stop)
+                validated = validate_and_export(run, state, log, bars, session)
                 if validated is None:
-                    return stop_here(saver, state, stop)
+                    return stop_here(session, state)
                 state = validated
                 if not is_last and has_ended(state, run.num_steps, settings.patience):
                     logger.info("no better tau in %d validations: training ends (run.patience)", state.num_worse)
@@ -139,28 +153,49 @@ def take_steps(run: Run, state: TrainState, tracker: Tracker | None, stop: StopS
             is_due = is_last or state.step % settings.save_every == 0 or state.best_step == state.step
             # A run that was stopped at its last step comes back for that step's validation.
             if is_due and (state.step > saved_step or (is_last and state != saved_state)):
-                saver.save(state)
+                session.watch.at("save", state.step)
+                session.saver.save(state)
                 saved_step = state.step
             if is_last:
                 return state
 
-            saver.check()
+            session.saver.check()
             with log.clock():
+                session.watch.at("data", state.step + 1)
                 batch = next(loaded)
+                session.watch.at("work", state.step + 1)
                 learning_rate = learning_rate_at(state.step + 1, run.num_steps, config.optimizer)
-                result = take_step(engine, batch, learning_rate=learning_rate, stop_requested=stop.requested)
+                result = step_or_keep(run, state, batch, learning_rate, stop_requested=session.stop.requested)
             state = dataclasses.replace(state, step=state.step + 1, position=batch.next_position)
             log.add(result, batch)
+            if engine.world.is_main:
+                spikes.add(state.step, result.sums.loss(config.objective), batch)
             bars.advance(steps_bar)
             if state.step % settings.log_every == 0 or state.step == run.num_steps or state.step == first_step + 1:
                 log.write(state.step, learning_rate)
 
             if result.stop_requested:
-                return stop_here(saver, state, stop)
+                return stop_here(session, state)
 
 
-def stop_here(saver: Saver, state: TrainState, stop: StopSignal) -> TrainState:
+def step_or_keep(
+    run: Run, state: TrainState, batch: StepBatch, learning_rate: float, *, stop_requested: bool
+) -> StepResult:
+    """Takes a step; one that cannot be taken leaves its samples in the run's directory."""
+    batch_tokens = run.config.data.batch_tokens
+    try:
+        return take_step(
+            run.engine, batch, learning_rate=learning_rate, batch_tokens=batch_tokens, stop_requested=stop_requested
+        )
+    except (FloatingPointError, UserError) as error:
+        if run.engine.world.is_main or isinstance(error, UserError):  # memory runs out on one rank alone
+            keep_stopped(run.dir, state.step + 1, batch, error)
+        raise
+
+
+def stop_here(session: Session, state: TrainState) -> TrainState:
     """Saves and says how to go on; returns the state."""
+    saver, stop = session.saver, session.stop
     if state.step == 0:
         logger.info("stopped (%s) before the first step; the same command begins anew", stop.reason)
         return state
@@ -171,20 +206,21 @@ def stop_here(saver: Saver, state: TrainState, stop: StopSignal) -> TrainState:
 
 
 def validate_and_export(
-    run: Run, state: TrainState, log: StepLog, bars: Progress, stop: StopSignal
+    run: Run, state: TrainState, log: StepLog, bars: Progress, session: Session
 ) -> TrainState | None:
     """Measures the held-out tau; the best drafter so far becomes the exported one.
 
     Returns None if a rank was asked to stop before all samples were scored.
     """
     validation = validate(
-        run.engine.module,
+        run.engine,
         run.inputs.store,
         run.inputs.held_out_indices,
         batch_tokens=run.config.data.batch_tokens,
-        world=run.engine.world,
         bars=bars,
-        stop=stop,
+        stop=session.stop,
+        watch=session.watch,
+        step=state.step,
     )
     if validation is None:
         return None
@@ -247,27 +283,6 @@ def begin_or_resume(config: TrainConfig, inputs: Inputs, engine: Engine) -> tupl
         )
         write_provenance(run_dir, identity, config, facts(config, inputs, engine, state))
     return run_dir, state
-
-
-def facts(config: TrainConfig, inputs: Inputs, engine: Engine, state: TrainState) -> dict[str, Any]:
-    """Returns what run.json says of a run besides machine and code."""
-    return {
-        "from_step": state.step,
-        "seeds": {"run": config.run.seed, "data": config.data.seed},
-        "setup": str(engine.setup),
-        "device": str(engine.world.device),
-        "num_devices": engine.world.size,
-        "num_draft_tokens": config.objective.ttt_steps,
-        "num_parameters": sum(parameter.numel() for parameter in engine.module.parameters()),
-        "store": {
-            "digest": state.store_digest,
-            "num_bytes": inputs.store.num_bytes,
-            "num_tokens": inputs.store.num_tokens,
-            "manifest": dataclasses.asdict(inputs.store.manifest),
-            "num_train_samples": len(inputs.train_indices),
-            "num_held_out_samples": len(inputs.held_out_indices),
-        },
-    }
 
 
 def open_tracker(run: Run, state: TrainState) -> contextlib.AbstractContextManager[Tracker | None]:

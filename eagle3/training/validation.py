@@ -13,12 +13,13 @@ from eagle3.draft.questions import Question, of_pack
 from eagle3.draft.ttt import chain_matches
 from eagle3.features.store import FeatureStore
 from eagle3.training.batches import deal
-from eagle3.training.distributed import World, gather, reduce_sum
-from eagle3.training.engine import TTTModule
+from eagle3.training.distributed import gather, reduce_sum
+from eagle3.training.engine import Engine
 from eagle3.training.optimizer_step import MetricSums
 from eagle3.training.packs import PackReader, on_device
 from eagle3.training.prefetch import prefetched
 from eagle3.training.stopping import StopSignal
+from eagle3.training.watch import Watch
 
 READ_THREADS = 4
 BOOTSTRAP_SEED = 0  # of the interval alone: the same for every validation, so that two can be compared
@@ -35,19 +36,21 @@ class Validation:
 
 @torch.no_grad()
 def validate(
-    module: TTTModule,
+    engine: Engine,
     store: FeatureStore,
     indices: list[int],
     *,
     batch_tokens: int,
-    world: World,
     bars: Progress,
     stop: StopSignal,
+    watch: Watch,
+    step: int,
 ) -> Validation | None:
     """Scores the samples at `indices`, dealt over the ranks; every rank gets the same result.
 
     None comes back if a rank was asked to stop: what is left may take longer than whoever asks will wait.
     """
+    module, world = engine.module, engine.world
     ttt_steps = module.objective.ttt_steps
     sums = torch.zeros(4, ttt_steps, dtype=torch.float64, device=world.device)
     questions: list[Question] = []
@@ -56,6 +59,7 @@ def validate(
     reader = PackReader(store, READ_THREADS, pin=world.device.type == "cuda")
     wanted = ([indices[i] for i in members] for members in packs[world.rank :: world.size] if members)
     for coded in prefetched(reader.read, wanted, depth=2):
+        watch.at("validation", step)
         if stop.requested:
             break
         (packed,) = on_device([coded], world.device)

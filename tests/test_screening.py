@@ -4,9 +4,13 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from eagle3.config import PromptsConfig, UserError
@@ -15,6 +19,7 @@ from eagle3.prompts.hashes import Places, SeenHashes
 from eagle3.prompts.screening import QuestionSets, words_of
 from eagle3.prompts.workers import examine_rows
 
+ROOT = Path(__file__).resolve().parent.parent
 WORDS = [f"word{i}" for i in range(3000)]
 
 
@@ -155,6 +160,42 @@ def test_rows_come_back_in_order_from_several_processes(tmp_path: Path) -> None:
     assert [row.row.line for row in shared] == list(range(1, 2001))
     assert {row.result for row in shared if isinstance(row.row, Conversation)} == {1}
     assert {row.row.kind for row in shared if isinstance(row.row, BadRow)} == {"malformed", "id again"}
+
+
+def take_interrupts() -> None:
+    """A shell's background jobs ignore them, and so would all that a test there starts."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+def test_no_process_outlives_the_command_and_none_but_it_answers_an_interrupt(
+    tmp_path: Path, sent: signal.Signals
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    with path.open("w") as file:
+        file.writelines(f'{{"id": {i}, "prompt": "Question {i}?"}}\n' for i in range(400_000))
+    command = [sys.executable, "-m", "eagle3", "prompts", str(path), "prompts.num_workers=2"]
+    with (tmp_path / "said").open("w") as said:
+        running = subprocess.Popen(
+            command, stdout=said, stderr=said, start_new_session=True, cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(ROOT)}, preexec_fn=take_interrupts,
+        )  # fmt: skip
+    workers: list[psutil.Process] = []
+    deadline = time.monotonic() + 60
+    while len(workers) < 2 and time.monotonic() < deadline and running.poll() is None:
+        workers = [each for each in psutil.Process(running.pid).children() if "spawn_main" in " ".join(each.cmdline())]
+        time.sleep(0.05)
+    assert len(workers) == 2, (tmp_path / "said").read_text()
+    if sent == signal.SIGINT:
+        os.killpg(running.pid, sent)  # as a terminal does
+    else:
+        running.kill()
+    running.wait(60)
+    _, alive = psutil.wait_procs(workers, timeout=30)
+    assert alive == []
+    if sent == signal.SIGINT:
+        assert running.returncode == 130
+        assert (tmp_path / "said").read_text() == "interrupted\n"
 
 
 def test_a_number_of_processes_below_zero_is_named(tmp_path: Path) -> None:

@@ -4,11 +4,15 @@ A bounded number of rows is on its way at any time, so that a file of any size t
 """
 
 import multiprocessing
+import multiprocessing.process
 import os
+import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -92,7 +96,8 @@ def _looked_at(
         waiting: deque[Future[list[tuple[Examined[Result], bytes]]]] = deque()
         try:
             while chunk := list(islice(rows, CHUNK_ROWS)):
-                waiting.append(pool.submit(_look_at_chunk, chunk))
+                with _interrupts_held():  # a process that is started by this inherits it
+                    waiting.append(pool.submit(_look_at_chunk, chunk))
                 if len(waiting) == num_workers * CHUNKS_IN_FLIGHT:
                     yield from waiting.popleft().result()
             while waiting:
@@ -120,7 +125,26 @@ def _num_workers(config: PromptsConfig, sources: list[Source]) -> int:
 def _start(
     config: PromptsConfig, make_examine: Callable[[], Callable[[Conversation], Result]], keep_rows: bool
 ) -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "only the processes of a pool are started so"
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     _LOOK.append(_make_look(config, make_examine, keep_rows))
+
+
+def _end_with(parent: "multiprocessing.process.BaseProcess") -> None:
+    """Ends with the process that asks for rows: that is killed without a word, and a pool waits for ever."""
+    parent.join()
+    os._exit(1)
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Holds Ctrl-C back meanwhile; it reaches all processes of a terminal, and one of them is to answer it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _look_at_chunk(rows: Iterable[RawRow]) -> list[tuple[Examined[Any], bytes]]:

@@ -60,7 +60,7 @@ def test_what_is_supervised_is_green(tiny_target: Path) -> None:
     console = Console(record=True, width=200, force_terminal=True, color_system="standard", markup=False)
     renderer = ChatRenderer(load_tokenizer(str(tiny_target), False), {})
     row = Conversation(id="a", messages=tuple(talk("Why?", "So [b]it[/b] is.")["messages"]), line=7)
-    prompt_report.show_row(console, row, renderer)
+    prompt_report.show_row(console, prompt_report.shown_row(row, renderer))
     shown = console.export_text(styles=True, clear=False)
     assert "line 7, id a" in console.export_text()
     assert "\x1b[32mSo [b]it[/b] is.<|im_end|>\x1b[0m" in shown
@@ -113,7 +113,7 @@ def test_without_a_target_lengths_are_in_characters(capsys: pytest.CaptureFixtur
 def test_a_long_row_is_shown_by_its_ends() -> None:
     console = Console(record=True, width=200, markup=False)
     row = Conversation(id="a", messages=tuple(talk("Why " + "x" * 5000, "Because.")["messages"]), line=1)
-    prompt_report.show_row(console, row, None)
+    prompt_report.show_row(console, prompt_report.shown_row(row, None))
     shown = console.export_text()
     assert "[...]" in shown
     assert "Because." in shown
@@ -239,3 +239,17 @@ def test_calls_thoughts_and_ids_are_shown_without_a_target(tmp_path: Path, capsy
     assert "[1] [2, 3]" in said
     assert "0 rows are prompts only, 1 have tool calls" in said
     assert "without --target nothing is rendered" in said
+
+
+def test_a_template_that_never_renders_twice_the_same_ends_in_counts(
+    tmp_path: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template = tmp_path / "now.jinja"
+    template.write_text(
+        "{{ range(100000) | random }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    path = write(tmp_path / "rows.jsonl", *[talk(f"{i}?", "So.", id=i) for i in range(20)])
+    settings = ["--show", "20", f"prompts.chat_template={template}"]
+    prompt_report.main([path, "--target", str(tiny_target), *settings])
+    assert "20 rows, " in capsys.readouterr().out

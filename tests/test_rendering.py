@@ -224,6 +224,12 @@ def test_a_tokenizer_without_a_template_is_refused() -> None:
         ChatRenderer(make_tokenizer(None, CHATML_SPECIALS), {})
 
 
+def test_a_template_that_jinja_does_not_read_is_named() -> None:
+    said = r"chat template must be one that Jinja reads, got unexpected '\}' \(line 2 of it\); correct it"
+    with pytest.raises(UserError, match=said):
+        ChatRenderer(make_tokenizer("a\n{% for m in messages %}{{ m.content }", CHATML_SPECIALS), {})
+
+
 def test_a_template_that_refuses_the_messages_is_named() -> None:
     template = SMOLLM2_TEMPLATE + "{{ raise_exception('roles must alternate') }}"
     renderer = ChatRenderer(make_tokenizer(template, CHATML_SPECIALS), {})

@@ -4,6 +4,7 @@ import argparse
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -48,6 +49,14 @@ class TokenCounts:
     num_held_out: int = 0
 
 
+@dataclass(frozen=True)
+class ShownRow:
+    """A row as it is shown: a template that writes the time renders it once."""
+
+    row: Conversation
+    pieces: list[tuple[str, bool]]  # of its text, True where it is supervised
+
+
 def main(argv: Sequence[str]) -> int:
     """Prints the report; returns 0 if every row can be used and 1 otherwise.
 
@@ -86,10 +95,10 @@ def main(argv: Sequence[str]) -> int:
         vocab_size = int(load_target_config(Path(config.target.path))["vocab_size"])
         show_draft_vocabulary(console, config, counts, vocab_size, must_keep)
     if renderer is not None and arguments.server is not None:
-        rows = _usable(config.prompts, renderer, SERVER_ROWS)
+        rows = [shown.row for shown in _usable(config.prompts, renderer, SERVER_ROWS)]
         show_server(console, compare_with_server(arguments.server, rows, renderer))
-    for row in _usable(config.prompts, renderer, arguments.show):
-        show_row(console, row, renderer)
+    for shown in _usable(config.prompts, renderer, arguments.show):
+        show_row(console, shown)
     return 0 if not findings.dropped else 1
 
 
@@ -252,15 +261,24 @@ def show_server(console: Console, seen: ServerRendering) -> None:
         console.print(f"  {line}")
 
 
-def show_row(console: Console, row: Conversation, renderer: ChatRenderer | None) -> None:
+def show_row(console: Console, shown: ShownRow) -> None:
     """Prints a row, what is supervised of it in green."""
-    text = Text()
-    for piece, is_supervised in _pieces(row, renderer):
+    row, text = shown.row, Text()
+    for piece, is_supervised in shown.pieces:
         text.append(piece, style="green" if is_supervised else "dim")
     if len(text) > SHOWN_CHARS:
         text = text[: SHOWN_CHARS // 2] + Text(" [...] ", style="red") + text[-SHOWN_CHARS // 2 :]
     console.rule(f"line {row.line}, id {row.id}", style="dim")
     console.print(text)
+
+
+def shown_row(row: Conversation, renderer: ChatRenderer | None) -> ShownRow:
+    """Returns a row with its text.
+
+    Raises:
+        RenderingError: it cannot be rendered.
+    """
+    return ShownRow(row, list(_pieces(row, renderer)))
 
 
 def _pieces(row: Conversation, renderer: ChatRenderer | None) -> Iterator[tuple[str, bool]]:
@@ -290,22 +308,16 @@ def _runs(ids: list[int], mask: list[bool], shown: Callable[[list[int]], str]) -
             start = t
 
 
-def _usable(prompts: PromptsConfig, renderer: ChatRenderer | None, num_rows: int) -> list[Conversation]:
+def _usable(prompts: PromptsConfig, renderer: ChatRenderer | None, num_rows: int) -> list[ShownRow]:
     """Returns the first rows that can be rendered."""
-    return list(islice(filter(partial(_is_usable, renderer), _conversations(prompts)), num_rows))
+    return list(islice(_rendered(prompts, renderer), num_rows))
 
 
-def _conversations(prompts: PromptsConfig) -> Iterator[Conversation]:
+def _rendered(prompts: PromptsConfig, renderer: ChatRenderer | None) -> Iterator[ShownRow]:
     for row in read_conversations(str(prompts.path), prompts.max_row_bytes):
         if isinstance(row, Conversation):
-            yield row
-
-
-def _is_usable(renderer: ChatRenderer | None, row: Conversation) -> bool:
-    try:
-        return any(text for text, _ in _pieces(row, renderer))
-    except RenderingError:
-        return False
+            with suppress(RenderingError):  # counted already
+                yield shown_row(row, renderer)
 
 
 def _of_size(seen: np.ndarray, vocab_size: int) -> Any:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import xxhash
+from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -80,7 +81,8 @@ class ChatRenderer:
         `chat_template` is the text of one that replaces the tokenizer's; `train_on` says which answers are marked.
 
         Raises:
-            UserError: the tokenizer has no chat template, or a keyword is not the template's.
+            UserError: the tokenizer has no chat template or one that Jinja does not read, or a keyword is not the
+                template's.
         """
         reserved = sorted(set(chat_template_kwargs) & set(RESERVED_TEMPLATE_KWARGS))
         if reserved:
@@ -100,6 +102,7 @@ class ChatRenderer:
                 f"tokenizer must have a chat template that is text, got {template!r} "
                 f"({tokenizer.name_or_path!r}); download it again"
             )
+        _check_syntax(template)
         self._template = template
         self._tokenizer = tokenizer
         self._kwargs = dict(chat_template_kwargs)
@@ -355,6 +358,17 @@ class ChatRenderer:
                 f"{differing(written.strip(), decoded.strip())}: the tokenizer changes it"
             )
         return start, end
+
+
+def _check_syntax(template: str) -> None:
+    try:
+        render_jinja_template([[]], chat_template=template)
+    except TemplateSyntaxError as error:
+        raise UserError(
+            f"chat template must be one that Jinja reads, got {one_line(error)} (line {error.lineno} of it); correct it"
+        ) from error
+    except Exception:  # it wants messages, and gets them row by row
+        return
 
 
 def _made_again(

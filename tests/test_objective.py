@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from dense_oracle import dense_sums
 from draft_oracle import CachedDrafter, tiny_drafter
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -107,6 +108,22 @@ def loop_sums(
                 if drop_rejected and target_ids[int(drafted.logits.argmax())] != recorded:
                     break
     return sums
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize("switches", [{}, {"fc_norm": True, "norm_output": True}])
+def test_the_dense_definition_has_the_same_values_and_gradients(
+    switches: dict[str, Any], renormalise: bool, samples: list[FeatureSample], target: TargetWeights
+) -> None:
+    """It is what `record_loss_curves` trains with, beside the engine."""
+    drafter, packed = tiny_drafter(**switches), pack(samples)
+    ours = sums_of(drafter, target, packed, renormalise)
+    dense = dense_sums(drafter, target, packed, ttt_steps=STEPS, ttt_decay=DECAY, renormalise=renormalise)
+    for name in ("loss", "step_loss", "num_counted", "num_top1", "acceptance"):
+        torch.testing.assert_close(getattr(ours, name), getattr(dense, name), rtol=1e-5, atol=1e-6, msg=name)
+    expected = gradients(drafter, dense.loss)
+    for name, gradient in gradients(drafter, ours.loss).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-5, msg=name)  # fp32, other order
 
 
 @pytest.mark.parametrize("drop_rejected", [False, True])

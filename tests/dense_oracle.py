@@ -34,8 +34,10 @@ def dense_sums(
     loss_of = [torch.zeros((), dtype=torch.float64) for _ in range(ttt_steps)]
     num_counted, num_top1, acceptance = torch.zeros(3, ttt_steps, dtype=torch.float64)
     target_ids = torch.tensor([number + int(offset) for number, offset in enumerate(drafter.d2t)])
-    last_of_token = torch.full((packed.input_ids.numel(),), -1)
-    last_of_token[packed.target_rows] = torch.arange(packed.target_rows.numel())
+    target_logits = packed.last_hidden_states.float() @ target.lm_head.float().T  # (S, V)
+    served_of_row = target_logits.softmax(-1)[:, target_ids]  # (S, W) of the softmax over V
+    row_of_token = torch.full((packed.input_ids.numel(),), -1)
+    row_of_token[packed.target_rows] = torch.arange(packed.target_rows.numel())
     start = 0
     for length in packed.document_lengths:
         ids = packed.input_ids[start : start + length]
@@ -46,8 +48,7 @@ def dense_sums(
             if not rows:
                 continue
             at = torch.tensor(rows)
-            last = packed.last_hidden_states[last_of_token[start + at + 1 + step]].float()
-            served = (last @ target.lm_head.float().T).softmax(-1)[:, target_ids]  # (R, W) of the softmax over V
+            served = served_of_row[row_of_token[start + at + 1 + step]]  # (R, W)
             wanted = served / served.sum(-1, keepdim=True) if renormalise else served
             log_drafted = logits[at].log_softmax(-1)
             loss_of[step] = loss_of[step] - (wanted * log_drafted).sum(dtype=torch.float64)

@@ -146,13 +146,12 @@ def check_last_rows(sample_id: str, loss_mask: Tensor, last_rows: Tensor) -> Non
 
 
 class Chains:
-    """The draft steps of a pack, one after another; which rows go on is told at each."""
+    """The draft steps of a pack, one after another; which rows go on is told at each.
 
-    context: (
-        Tensor  # (T', 2 n_kv, d) step-0 keys and values, once the first step has run; T' is T if documents are whole
-    )
-    # The tokens that can attend, T_q in all, are each document's from its first counted row on: no query is computed
-    # for a prompt.
+    T_q tokens can attend: each document's from its first counted row on, for a prompt's queries are of no use.
+    """
+
+    context: Tensor  # (T', 2 n_kv, d) step-0 keys and values, after the first step; T' is T if documents are whole
     _embeds: Tensor  # (T, n_q + 2 n_kv, d) what each token's embedding gives to the rows that read it
     _hidden: Tensor  # (R_(k-1), D) what the step before hands on
     _places: Places  # of the step before, among the T_q tokens

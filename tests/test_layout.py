@@ -31,6 +31,7 @@ ALLOWED_MODULES = {
     "capture.parity": {"draft.target_weights"},
     "capture.importing": {"draft.target_weights"},
     "capture.inprocess": {"draft.target_weights"},
+    "evaluation.simulate": {"training.packs", "training.prefetch"},
     "features.commands": {"capture.importing"},
     "training.inputs": {"prompts.tokenizers"},
 }

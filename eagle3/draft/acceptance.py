@@ -61,20 +61,23 @@ def answer_rounds(packed: PackedSequences, chains: ChainMatches) -> list[AnswerR
     answers = _answers(packed)
     lengths = [answer.last - answer.first for answer in answers]  # N-1 anchors each
     anchors = [torch.arange(answer.first - 1, answer.last - 1) for answer in answers]
-    rows, matches = chains.rows.cpu(), chains.matches.cpu()
+    rows, device = chains.rows.cpu(), chains.matches.device
     expected_rows = torch.cat([torch.zeros(0, dtype=torch.int64), *anchors])
     assert torch.equal(rows, expected_rows), (rows.tolist(), expected_rows.tolist())
-    num_steps = matches.shape[1]
-    # Answers side by side, padded with anchors that accept nothing.
-    accepted = torch.zeros(len(answers), max(lengths, default=0), num_steps, dtype=torch.float64)  # (B, A, K)
-    for index, chain in enumerate(matches.split(lengths) if lengths else ()):
-        accepted[index, : lengths[index]] = chain.double()
-    num_anchors = torch.tensor(lengths, dtype=torch.int64)[:, None]  # (B, 1)
-    anchor_index = torch.arange(accepted.shape[1])  # (A,)
+    num_steps = chains.matches.shape[1]
+    num_anchors = torch.tensor(lengths, dtype=torch.int64)  # (B,)
+    anchor_index = torch.arange(max(lengths, default=0), device=device)  # (A,)
+    is_anchor = anchor_index < num_anchors.to(device)[:, None]  # (B, A)
+    # Answers side by side, padded with anchors that accept nothing; followed on the device that drafted.
+    accepted = torch.zeros(*is_anchor.shape, num_steps, dtype=torch.float64, device=device)  # (B, A, K)
+    answer_of_row = torch.arange(len(answers)).repeat_interleave(num_anchors).to(device)  # (R,)
+    anchor_of_row = torch.cat([expected_rows[:0], *map(torch.arange, lengths)]).to(device)  # (R,)
+    accepted[answer_of_row, anchor_of_row] = chains.matches.double()
     survival = _survival(accepted)  # (B, A, K+1)
-    starts = _round_starts(_jumps(survival)) * (anchor_index < num_anchors)  # (B, A)
+    starts = _round_starts(_jumps(survival)) * is_anchor  # (B, A)
     # Anchor a drafts at position i (both from 0) the answer's token a + i + 1, and its tokens are 0..N-1.
-    in_answer = (anchor_index[:, None] + torch.arange(num_steps) + 1) <= num_anchors[..., None]  # (B, A, K)
+    last_tokens = num_anchors.to(device)[:, None, None]  # (B, 1, 1)
+    in_answer = (anchor_index[:, None] + torch.arange(num_steps, device=device) + 1) <= last_tokens  # (B, A, K)
     weights = starts[..., None] * in_answer  # (B, A, K)
     reached = (weights * survival[..., :-1]).sum(1).tolist()  # (B, K)
     right = (weights * survival[..., 1:]).sum(1).tolist()
@@ -163,7 +166,7 @@ def _round_starts(jumps: Tensor) -> Tensor:  # (B, A, K+1) -> (B, A)
     starts = jumps.new_zeros(num_answers, num_anchors + reach)
     starts[:, 0] = 1
     for anchor in range(num_anchors):
-        starts[:, anchor + 1 : anchor + 1 + reach] += starts[:, anchor : anchor + 1] * jumps[:, anchor]
+        starts[:, anchor + 1 : anchor + 1 + reach].addcmul_(starts[:, anchor : anchor + 1], jumps[:, anchor])
     return starts[:, :num_anchors]
 
 

@@ -3,7 +3,7 @@
 The states stay coded until they are on the device that trains, so that half the bytes cross the disk and the bus.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -120,28 +120,30 @@ class PackReader:
         return tensor.pin_memory() if self._pin else tensor
 
 
-def on_device(packs: Sequence[CodedPack], device: torch.device) -> Iterator[PackedSequences]:
+def on_device(packs: Iterable[CodedPack], device: torch.device) -> Iterator[PackedSequences]:
     """Yields packs decoded on a device; the next one is copied there while this one is worked on."""
     if device.type != "cuda":
         yield from (pack.to(device).decoded() for pack in packs)
         return
     copying, working = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    rest = iter(packs)
 
-    def start(pack: CodedPack) -> CodedPack:
+    def start() -> CodedPack | None:
+        pack = next(rest, None)
+        if pack is None:
+            return None
         with torch.cuda.stream(copying):
             return pack.to(device)
 
-    following = start(packs[0]) if packs else None
-    for index in range(len(packs)):
-        assert following is not None
+    moved = start()
+    while moved is not None:
         working.wait_stream(copying)
-        moved, following = following, None
         for tensor in moved.tensors():
             tensor.record_stream(working)  # allocated on the other stream: not to be given away before this one is done
-        decoded = moved.decoded()
-        if index + 1 < len(packs):
-            following = start(packs[index + 1])
+        decoded, moved = moved.decoded(), None
+        following = start()
         yield decoded
+        moved = following
 
 
 def _starts(lengths: list[int]) -> list[int]:

@@ -71,6 +71,8 @@ def test_size_must_fit_the_vocabulary(size: int, low: int) -> None:
 def test_tokens_to_keep_must_be_target_tokens() -> None:
     with pytest.raises(UserError, match=r"must be target tokens, 0\.\.3, got \[-1, 4\]"):
         build_draft_vocab(counts(1, 2, 3, 4), 2, [4, 1, -1])
+    with pytest.raises(UserError, match=r"must be target tokens, 0\.\.3, got \[-1, 4\]"):
+        draft_vocab_size(covering(0.9), counts(1, 2, 3, 4), [4, 1, -1])
 
 
 def covering(share: float | None) -> DraftConfig:

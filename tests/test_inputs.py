@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from conftest import random_sample, write_tiny_target
 from tiny_training import tiny_config, write_target_and_store
 
 from eagle3.config import TrainConfig, UserError
+from eagle3.draft.draft_vocab import DraftVocab, tau_ceiling
 from eagle3.draft.target_weights import load_target_weights
 from eagle3.features.store import FeatureStore
 from eagle3.features.writer import FeatureWriter
@@ -43,6 +45,15 @@ def test_the_drafter_starts_from_the_target_and_the_training_answers(base: Train
     assert 2 in drafted.tolist()  # the end of a turn, though these answers never use it
     assert torch.equal(inputs.drafter.lm_head.weight, weights.lm_head[drafted])
     assert torch.equal(inputs.drafter.norm.weight, weights.norm)
+
+
+def test_what_the_draft_vocabulary_costs_is_said(base: TrainConfig, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        inputs = load_inputs(base)
+    answers = [run for index in inputs.held_out_indices for run in inputs.store.answers(index)]
+    ceiling = tau_ceiling(DraftVocab(inputs.drafter.d2t, inputs.drafter.t2d), answers, base.objective.ttt_steps)
+    said = f"tau {ceiling.tau:.2f} of {ceiling.full_tau:.2f} with chains of {base.objective.ttt_steps}, "
+    assert f"{said}{100 * ceiling.lost:.1f} % lost to the rest ({len(answers)} answers)" in caplog.text
 
 
 def test_the_same_seed_makes_the_same_drafter(base: TrainConfig) -> None:

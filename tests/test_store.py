@@ -1,5 +1,6 @@
 """Stores come back bit for bit, survive kill -9 at every point, and refuse what does not belong in them."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
@@ -642,6 +643,22 @@ def test_split_follows_the_ids_and_is_complete(tmp_path: Path) -> None:
     assert sorted(train + held_out) == list(range(20))
     assert held_out
     assert all(is_held_out(store.entries[i].sample_id, 1 / 3) == (i in held_out) for i in range(20))
+
+
+def test_answers_are_the_runs_of_supervised_tokens(tmp_path: Path) -> None:
+    masks = [[0, 1, 1, 0, 0, 1], [1, 0, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1]]
+    samples = [make_sample(2) for _ in masks]  # of six tokens
+    with FeatureWriter(tmp_path, MANIFEST, shard_bytes=2**30) as writer:
+        for number, (sample, mask) in enumerate(zip(samples, masks, strict=True)):
+            loss_mask = torch.tensor(mask, dtype=torch.bool)
+            rows = supervised_rows(loss_mask)
+            last_states = torch.zeros(len(rows), HIDDEN, dtype=torch.bfloat16)
+            changes: dict[str, Any] = {"loss_mask": loss_mask, "last_rows": rows, "last_hidden_states": last_states}
+            writer.write(dataclasses.replace(sample, sample_id=str(number), target_logz=None, **changes))
+    store = FeatureStore(tmp_path)
+    ids = samples[0].input_ids.tolist()
+    expected = [[ids[1:3], ids[5:]], [ids[:1], ids[2:4]], [], [ids]]
+    assert [[run.tolist() for run in store.answers(index)] for index in range(4)] == expected
 
 
 def test_token_counts_are_those_of_supervised_tokens(tmp_path: Path) -> None:

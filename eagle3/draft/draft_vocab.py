@@ -50,13 +50,7 @@ def build_draft_vocab(token_counts: Tensor, size: int, must_keep: Sequence[int])
     Source: EAGLE-3, arXiv 2503.01840; the offset form of d2t is what SGLang loads.
     """
     vocab_size = token_counts.numel()
-    kept = sorted(set(must_keep))
-    strangers = [token for token in kept if not 0 <= token < vocab_size]
-    if strangers:
-        raise UserError(
-            f"tokens to keep must be target tokens, 0..{vocab_size - 1}, got {strangers}; "
-            f"the tokenizer must be the one of the target"
-        )
+    kept = _kept(must_keep, vocab_size)
     if not max(1, len(kept)) <= size <= vocab_size:
         raise UserError(
             f"draft.draft_vocab_size must be between {max(1, len(kept))} (tokens that are always kept) and "
@@ -84,7 +78,7 @@ def draft_vocab_size(draft: DraftConfig, token_counts: Tensor, must_keep: Sequen
     """Returns W: draft.draft_vocab_size, or the smallest that covers draft.draft_vocab_coverage of the counts (V,).
 
     Raises:
-        UserError: the coverage is no share.
+        UserError: the coverage is no share, or an id of `must_keep` is no target token.
     """
     if draft.draft_vocab_coverage is None:
         return draft.draft_vocab_size
@@ -92,7 +86,7 @@ def draft_vocab_size(draft: DraftConfig, token_counts: Tensor, must_keep: Sequen
         raise UserError(
             f"draft.draft_vocab_coverage must be above 0 and at most 1, got {draft.draft_vocab_coverage}; change it"
         )
-    kept = torch.tensor(sorted(set(must_keep)), dtype=torch.int64)
+    kept = torch.tensor(_kept(must_keep, token_counts.numel()), dtype=torch.int64)
     others = token_counts.long().clone()  # (V,)
     others[kept] = 0
     covered = int(token_counts[kept].sum()) + others.sort(descending=True).values.cumsum(0)  # (V,)
@@ -101,6 +95,17 @@ def draft_vocab_size(draft: DraftConfig, token_counts: Tensor, must_keep: Sequen
     num_others = int((covered < wanted).sum()) + 1 if int(token_counts[kept].sum()) < wanted else 0
     size = -(-max(1, kept.numel() + num_others) // SIZE_MULTIPLE) * SIZE_MULTIPLE
     return min(size, token_counts.numel())
+
+
+def _kept(must_keep: Sequence[int], vocab_size: int) -> list[int]:
+    kept = sorted(set(must_keep))
+    strangers = [token for token in kept if not 0 <= token < vocab_size]
+    if strangers:
+        raise UserError(
+            f"tokens to keep must be target tokens, 0..{vocab_size - 1}, got {strangers}; "
+            f"the tokenizer must be the one of the target"
+        )
+    return kept
 
 
 @dataclass(frozen=True)

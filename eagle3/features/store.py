@@ -114,6 +114,13 @@ class FeatureStore:
         """Reads the loss mask (T,) of a sample, and nothing else of it."""
         return self._read_column(index, "loss_mask")
 
+    def answers(self, index: int) -> list[Tensor]:
+        """Returns the ids (N,) of each run of supervised tokens of a sample."""
+        input_ids, loss_mask = self._read_column(index, "input_ids"), self._read_column(index, "loss_mask")  # (T,)
+        values, lengths = loss_mask.unique_consecutive(return_counts=True)
+        runs = input_ids.split(lengths.tolist())
+        return [run for run, counts in zip(runs, values.tolist(), strict=True) if counts]
+
     def token_counts(self, indices: list[int]) -> Tensor:
         """Returns how often each token occurs under the loss masks of the samples at `indices`, (V,) int64."""
         counts = torch.zeros(self.manifest.vocab_size, dtype=torch.int64)  # (V,)

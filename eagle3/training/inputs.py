@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from eagle3.config import DataConfig, TrainConfig, UserError
-from eagle3.draft.draft_vocab import build_draft_vocab, draft_vocab_size
+from eagle3.draft.draft_vocab import DraftVocab, build_draft_vocab, draft_vocab_size, tau_ceiling
 from eagle3.draft.initial import drafter_config_from_target, init_drafter
 from eagle3.draft.model import Eagle3Drafter
 from eagle3.draft.serving_config import to_serving_config
@@ -31,6 +31,7 @@ from eagle3.training.batches import usable_samples
 logger = logging.getLogger(__name__)
 
 DRAFT_SIZES = ("draft_vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+CEILING_SAMPLES = 500  # enough for two digits of tau, in a second
 MAX_SEED = 2**32  # times the stride between epochs, it is within torch's 64 bits
 
 
@@ -76,9 +77,22 @@ def load_inputs(config: TrainConfig) -> Inputs:
     draft = replace(config.draft, draft_vocab_size=draft_vocab_size(config.draft, token_counts, must_keep))
     drafter = Eagle3Drafter(drafter_config_from_target(target_config, draft, capture_layers))
     draft_vocab = build_draft_vocab(token_counts, draft.draft_vocab_size, must_keep)
+    _log_ceiling(draft_vocab, store, held_out_indices or train_indices, config.objective.ttt_steps)
     init_drafter(drafter, target, draft_vocab, seed=config.run.seed, init_from_target=config.draft.init_from_target)
     to_serving_config(drafter.config, target_config, torch.bfloat16)  # refuses now what could not be exported later
     return Inputs(store, train_indices, held_out_indices, target, target_config, drafter)
+
+
+def _log_ceiling(vocab: DraftVocab, store: FeatureStore, indices: list[int], num_draft_tokens: int) -> None:
+    """Says what the draft vocabulary costs, on answers that it was not counted on where there are any."""
+    answers = [answer for index in indices[:CEILING_SAMPLES] for answer in store.answers(index)]
+    if any(answer.numel() > 1 for answer in answers):
+        ceiling = tau_ceiling(vocab, answers, num_draft_tokens)
+        logger.info(
+            "a drafter that is right wherever its vocabulary lets it be: tau %.2f of %.2f with chains of %d, %.1f %% "
+            "lost to the rest (%d answers)",
+            ceiling.tau, ceiling.full_tau, num_draft_tokens, 100 * ceiling.lost, len(answers),
+        )  # fmt: skip
 
 
 def check_settings(config: TrainConfig) -> None:

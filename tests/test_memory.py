@@ -25,7 +25,7 @@ from eagle3.draft.objective import ttt_sums
 from eagle3.draft.target_weights import TargetWeights
 from eagle3.draft.ttt import PackedSequences
 from eagle3.training.distributed import Setup
-from eagle3.training.memory import MemoryPlan, _num_parameters, log_plan
+from eagle3.training.memory import ZERO_BUCKET_BYTES, MemoryPlan, _num_parameters, log_plan
 
 META = torch.device("meta")
 ROW_KERNELS = SimpleNamespace(
@@ -186,6 +186,7 @@ def plan_of(config: DrafterConfig, *, setup: Setup = ALONE, capacity: int = 0) -
         (D4096, 16384, 0, 3),
         (D4096, 16384, 0, 7),
         (D4096, 2048, 0, 0),
+        (dataclasses.replace(D7168, draft_vocab_size=163840), 16384, 0, 0),
         (D7168, 32768, 0, 0),
         (config_of(1024, 4096, 8, 40000), 32767, 16384, 0),
     ],
@@ -194,9 +195,11 @@ def test_the_estimate_is_what_tensors_add_up_to(
     config: DrafterConfig, num_tokens: int, prompt_tokens: int, num_recomputed: int
 ) -> None:
     counted = peak_gib(config, num_tokens, prompt_tokens=prompt_tokens, num_recomputed=num_recomputed)
-    num_rows = num_tokens - prompt_tokens
-    estimate = plan_of(config).estimate(num_tokens, num_rows, num_recomputed=num_recomputed)
-    assert estimate.total / 2**30 == pytest.approx(counted, rel=0.03)  # small tensors and operations' own are left out
+    # Parameters in bf16, as DeepSpeed has them; its buckets are not among the tensors that were counted.
+    plan = plan_of(config, setup=Setup(zero_stage=2, num_ranks=1))
+    estimate = plan.estimate(num_tokens, num_tokens - prompt_tokens, num_recomputed=num_recomputed)
+    total = estimate.total - ZERO_BUCKET_BYTES
+    assert total / 2**30 == pytest.approx(counted, rel=0.03)  # small tensors and operations' own are left out
 
 
 def test_the_estimate_is_near_what_a_gpu_took() -> None:
@@ -213,7 +216,7 @@ def test_the_estimate_is_near_what_a_gpu_took() -> None:
 @pytest.mark.parametrize("fc_norm", [False, True])
 def test_every_parameter_is_counted(fc_norm: bool) -> None:
     drafter = tiny_drafter(fc_norm=fc_norm)
-    assert sum(_num_parameters(drafter.config)) == sum(parameter.numel() for parameter in drafter.parameters())
+    assert _num_parameters(drafter.config).total == sum(parameter.numel() for parameter in drafter.parameters())
 
 
 def test_zero_shares_masters_and_moments_among_ranks() -> None:
@@ -226,8 +229,7 @@ def test_zero_shares_masters_and_moments_among_ranks() -> None:
 
 def test_ddp_keeps_its_gradients() -> None:
     alone, two = (plan_of(D4096, setup=Setup(None, ranks)).estimate(8192, 8192) for ranks in (1, 2))
-    num_parameters = sum(_num_parameters(D4096))
-    assert two.gradients - alone.gradients == 4 * num_parameters
+    assert two.gradients - alone.gradients == 4 * _num_parameters(D4096).total
 
 
 def test_no_more_is_made_again_than_has_to_be() -> None:
@@ -244,10 +246,10 @@ def test_the_log_says_what_is_expected(caplog: pytest.LogCaptureFixture) -> None
     log_plan(plan_of(D4096, capacity=23 * 2**30), 16384, 0.5)
     half, whole = (record.getMessage() for record in caplog.records)
     assert half == (
-        "memory of each GPU: 17.4 GiB (target 2.0, parameters 2.4, optimizer 3.2, gradients 0.5, activations 9.5) "
+        "memory of each GPU: 17.2 GiB (target 2.0, parameters 2.1, optimizer 3.2, gradients 0.5, activations 9.5) "
         "of 23.0 GiB for 16384 tokens at once, 50% of them supervised, as in the store; nothing is made again"
     )
     assert whole == (
-        "memory of each GPU: 22.1 GiB (target 2.0, parameters 2.4, optimizer 3.2, gradients 0.5, activations 14.2) "
-        "of 23.0 GiB for 16384 tokens at once, all of them supervised; gate and up of 2 of 7 draft steps made again"
+        "memory of each GPU: 22.8 GiB (target 2.0, parameters 2.1, optimizer 3.2, gradients 0.5, activations 15.0) "
+        "of 23.0 GiB for 16384 tokens at once, all of them supervised; gate and up of 1 of 7 draft steps made again"
     )

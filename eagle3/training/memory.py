@@ -1,7 +1,7 @@
 """What a training step takes of a GPU, estimated before it is run, and what of it is made again if that is too much.
 
-The estimate adds up the tensors at the two moments when most of them are alive: while the head is scored, and in the
-first operation of the backward. What the allocator loses between tensors is not in it.
+The estimate adds up the tensors at the moments when most of them are alive: while the head is scored, when its gradient
+is handed out, and in the first operation of the backward. What the allocator loses between tensors is not in it.
 """
 
 import logging
@@ -69,27 +69,36 @@ class MemoryPlan:
 
     def estimate(self, num_tokens: int, num_rows: int, *, num_recomputed: int = 0) -> MemoryEstimate:
         """Estimates a micro-batch of T tokens, at `num_rows` of which the drafter runs."""
-        layer, head, fc = _num_parameters(self.config)
-        num_parameters = layer + head + fc
+        sizes = _num_parameters(self.config)
         if self.setup.zero_stage is None:
-            parameters = (FP32 + BF16) * num_parameters
-            optimizer = MOMENTS_BYTES * num_parameters
+            # Parameters are cast: all but the head for the whole of a step.
+            parameters = FP32 * sizes.total + BF16 * (sizes.layer + sizes.fuse)
+            optimizer = MOMENTS_BYTES * sizes.total
             # DDP's buckets stay; one process has no gradients when a backward begins.
-            gradients = FP32 * num_parameters if self.setup.num_ranks > 1 else 0
+            kept_gradients = FP32 * sizes.total if self.setup.num_ranks > 1 else 0
+            head_cast, head_gradient = BF16 * sizes.head, FP32 * sizes.head
         else:
-            parameters = 2 * BF16 * num_parameters  # joined matrices are copies here, too
-            optimizer = (FP32 + MOMENTS_BYTES) * num_parameters // self.setup.num_ranks
-            gradients = ZERO_BUCKET_BYTES
-        kept = self._kept_bytes(num_tokens, num_rows, num_recomputed)
-        # The head is cast for scoring, beside the target's drafted rows; the layer's gradients come first.
-        scoring = self._scoring_bytes(num_rows) + 2 * BF16 * head
-        backward = self._backward_bytes(num_rows, num_recomputed) + BF16 * layer
+            parameters = BF16 * (sizes.total + sizes.joined)
+            optimizer = (FP32 + MOMENTS_BYTES) * sizes.total // self.setup.num_ranks
+            kept_gradients = ZERO_BUCKET_BYTES
+            head_cast, head_gradient = 0, BF16 * sizes.head
+        # While the head is scored its gradient is summed in fp32, and the target's drafted rows lie beside it; before
+        # they go, it is cast to what parameters are.
+        beside = head_cast + BF16 * sizes.head + BF16 * self.ttt_steps * num_rows * self.config.hidden_size
+        final_cast = head_gradient if head_gradient < FP32 * sizes.head else 0
+        # Of gradients and all else, as (bytes, bytes), the moment when both together are the most.
+        peaks = [
+            (FP32 * sizes.head, beside + self._chunk_bytes(num_rows)),
+            (FP32 * sizes.head + final_cast, beside),
+            (head_gradient + BF16 * sizes.layer, self._backward_bytes(num_rows, num_recomputed)),
+        ]
+        gradients, others = max(peaks, key=sum)
         return MemoryEstimate(
             target=self.target_bytes,
             parameters=parameters,
             optimizer=optimizer,
-            gradients=gradients + FP32 * head,
-            activations=kept + max(scoring, backward),
+            gradients=kept_gradients + gradients,
+            activations=self._kept_bytes(num_tokens, num_rows, num_recomputed) + others,
         )
 
     def _kept_bytes(self, num_tokens: int, num_rows: int, num_recomputed: int) -> int:
@@ -108,12 +117,12 @@ class MemoryPlan:
         per_row_and_step = FP32 * config.num_attention_heads + 4 * INT64  # log-sum-exp, and which rows there are
         return num_tokens * BF16 * per_token + num_rows * (BF16 * per_row + steps * per_row_and_step)
 
-    def _scoring_bytes(self, num_rows: int) -> int:
-        """Returns what the head takes besides: normed outputs, and the logits of one chunk and of its targets."""
+    def _chunk_bytes(self, num_rows: int) -> int:
+        """Returns what one chunk of scores takes: its logits, its targets', and hidden states with their gradients."""
         width, hidden, steps = self.config.draft_vocab_size, self.config.hidden_size, self.ttt_steps
         chunk_rows = min(CHUNK_ELEMENTS["cuda"] // width, steps * num_rows)
         logits = chunk_rows * width
-        return BF16 * (steps * num_rows * hidden + logits + logits // steps + 2 * chunk_rows * hidden)
+        return BF16 * (logits + logits // steps + 2 * chunk_rows * hidden)
 
     def _backward_bytes(self, num_rows: int, num_recomputed: int) -> int:
         """Returns what the last step's gated product takes besides, which comes first in the backward."""
@@ -156,10 +165,27 @@ def log_plan(plan: MemoryPlan, num_tokens: int, supervised_share: float) -> None
         )
 
 
-def _num_parameters(config: DrafterConfig) -> tuple[int, int, int]:
-    """Returns the parameters of the layer with its norms, of the head, and of what comes before the layer."""
+@dataclass(frozen=True)
+class _Sizes:
+    """Parameters of the parts of a drafter."""
+
+    layer: int  # with its norms
+    joined: int  # of them, those that are copied side by side: what makes queries, keys and values; gate and up
+    head: int
+    fuse: int  # what comes before the layer
+
+    @property
+    def total(self) -> int:
+        return self.layer + self.head + self.fuse
+
+
+def _num_parameters(config: DrafterConfig) -> _Sizes:
     hidden, queries = config.hidden_size, config.num_attention_heads * config.head_dim
     keys_values = 2 * config.num_key_value_heads * config.head_dim
-    layer = 2 * hidden * (queries + keys_values) + queries * hidden + 3 * hidden * config.intermediate_size + 4 * hidden
-    fuse = config.num_aux * hidden * hidden + (config.num_aux * hidden if config.fc_norm else 0)
-    return layer, config.draft_vocab_size * hidden, fuse
+    joined = 2 * hidden * (queries + keys_values) + 2 * hidden * config.intermediate_size
+    return _Sizes(
+        layer=joined + queries * hidden + hidden * config.intermediate_size + 4 * hidden,
+        joined=joined,
+        head=config.draft_vocab_size * hidden,
+        fuse=config.num_aux * hidden * hidden + (config.num_aux * hidden if config.fc_norm else 0),
+    )

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from eagle3.config import UserError
-from eagle3.prompts.rendering import ChatRenderer, TemplateOptions
+from eagle3.prompts.rendering import ChatRenderer
+from eagle3.prompts.templates import TemplateOptions
 from eagle3.prompts.tokenizers import end_token_ids, load_tokenizer, tokenizer_digest
 
 # A byte tokenizer in the manner of Kimi's: slow, with an encode() that takes no add_special_tokens and a template of

@@ -24,7 +24,8 @@ from transformers import PreTrainedTokenizerFast
 from eagle3.config import PromptsConfig, UserError
 from eagle3.prompts.answers import RenderingError
 from eagle3.prompts.encoding import Encoder
-from eagle3.prompts.rendering import ChatRenderer, Rendered, TemplateOptions, make_renderer
+from eagle3.prompts.rendering import ChatRenderer, Rendered, make_renderer
+from eagle3.prompts.templates import TemplateOptions
 
 # ChatML with a place for what is done about assistant turns.
 ANSWERING_TEMPLATE = (
@@ -263,6 +264,25 @@ def test_a_template_that_rewrites_the_question_is_an_error() -> None:
         renderer.render(TALK[:2])
     assert "HiFalse<|im_end|>" in str(info.value)
     assert "HiTrue<|im_end|>" in str(info.value)
+
+
+def test_tags_mark_what_servers_try_where_a_template_cannot_read_the_first_request() -> None:
+    # As DeepSeek's: it adds arguments to a string, and reads them as text only.
+    called = "{{ 'call ' + message['tool_calls'][0]['function']['name'] + ' ' + "
+    called += "message['tool_calls'][0]['function']['arguments'] }}"
+    renderer = tagged(HEADER + TAG + called + END + UNTAG + NEWLINE)
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    talk: list[dict[str, Any]] = [TALK[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    tokenizer = make_tokenizer(None, CHATML_SPECIALS)
+    assert written(renderer, tokenizer, talk) == ['call f {"a": 1}<|im_end|>']
+
+
+def test_a_tagged_template_that_never_renders_twice_the_same_is_an_error() -> None:
+    renderer = tagged("{{ range(100000) | random }}" + HEADER + TAG + TEXT + END + UNTAG + NEWLINE)
+    with pytest.raises(
+        RenderingError, match=r"chat template must render the same text again, got .*: it writes the time"
+    ):
+        renderer.render(TALK)
 
 
 def test_tags_around_some_answers_only_are_an_error() -> None:

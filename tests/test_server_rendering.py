@@ -12,8 +12,9 @@ from family_tokenizers import family_tokenizer, template_text
 
 from eagle3.config import UserError
 from eagle3.prompts.conversations import Conversation
-from eagle3.prompts.rendering import ChatRenderer, TemplateOptions
+from eagle3.prompts.rendering import ChatRenderer
 from eagle3.prompts.server_rendering import compare_with_server
+from eagle3.prompts.templates import TemplateOptions
 
 TOKENIZER = family_tokenizer("qwen", template_text("qwen3"))
 RENDERER = ChatRenderer(TOKENIZER, {"enable_thinking": False})

@@ -18,7 +18,8 @@ import xxhash
 from family_tokenizers import TEMPLATES, deepseek, family_tokenizer, template_text
 
 from eagle3.prompts.answers import RenderingError
-from eagle3.prompts.rendering import ChatRenderer, Rendered, TemplateOptions
+from eagle3.prompts.rendering import ChatRenderer, Rendered
+from eagle3.prompts.templates import TemplateOptions
 from eagle3.prompts.tokenizers import load_tokenizer
 
 GOLDEN = TEMPLATES / "golden.json"

@@ -29,8 +29,8 @@ from eagle3.prompts.formats import (
 )
 from eagle3.prompts.hashes import Places, SeenHashes
 from eagle3.prompts.raw_rows import RawRow
-from eagle3.prompts.rendering import RESERVED_TEMPLATE_KWARGS, TemplateOptions
 from eagle3.prompts.sources import find_sources, read_rows
+from eagle3.prompts.templates import RESERVED_TEMPLATE_KWARGS, TemplateOptions
 
 SCREENED_KINDS = ("near duplicate", "question set")
 MAX_ROW_BYTES = 4 * 2**20  # a million tokens of text, in about four seconds of tokenizing

@@ -4,46 +4,19 @@ The whole conversation is encoded once. What the assistant wrote is the text bet
 of the turn; both are rendered apart only to see that they are beginnings of the whole.
 """
 
-import json
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-import xxhash
-from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from eagle3.cli import one_line
 from eagle3.config import PromptsConfig, UserError
 from eagle3.prompts.answers import AnswerReader, Parts, RenderingError, differing, parts_of, prompt_of
 from eagle3.prompts.encoding import Encoded, Encoder
-
-# What the renderer passes to apply_chat_template itself.
-RESERVED_TEMPLATE_KWARGS = (
-    "add_generation_prompt",
-    "chat_template",
-    "continue_final_message",
-    "conversation",
-    "return_assistant_tokens_mask",
-    "return_dict",
-    "tokenize",
-    "tools",
-)
-
-
-@dataclass(frozen=True)
-class TemplateOptions:
-    """What one conversation passes to the template besides its messages."""
-
-    tools: tuple[dict[str, Any], ...] = ()  # in OpenAI's form
-    kwargs: dict[str, Any] = field(default_factory=dict)  # over those of the config
-
-
-NO_OPTIONS = TemplateOptions()
+from eagle3.prompts.templates import NO_OPTIONS, ChatTemplate, TemplateOptions
 
 
 @dataclass(frozen=True)
@@ -84,43 +57,15 @@ class ChatRenderer:
             UserError: the tokenizer has no chat template or one that Jinja does not read, or a keyword is not the
                 template's.
         """
-        reserved = sorted(set(chat_template_kwargs) & set(RESERVED_TEMPLATE_KWARGS))
-        if reserved:
-            raise UserError(
-                f"chat_template_kwargs must be the template's own, got {', '.join(reserved)}, which rendering sets "
-                f"itself; remove them"
-            )
-        try:
-            template = tokenizer.get_chat_template(chat_template)
-        except ValueError as error:
-            raise UserError(
-                f"tokenizer must have a chat template, got none ({tokenizer.name_or_path!r}); "
-                f"use the instruction-tuned model's tokenizer, or name one in prompts.chat_template"
-            ) from error
-        if not isinstance(template, str):
-            raise UserError(
-                f"tokenizer must have a chat template that is text, got {template!r} "
-                f"({tokenizer.name_or_path!r}); download it again"
-            )
-        _check_syntax(template)
-        self._template = template
+        self._template = ChatTemplate(tokenizer, chat_template_kwargs, chat_template)
         self._tokenizer = tokenizer
-        self._kwargs = dict(chat_template_kwargs)
         self._train_on = train_on
-        # The syntax that transformers looks for before it computes assistant masks.
-        self._has_generation_tags = re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
-        # gpt-oss's name for what everybody else calls reasoning_content.
-        self._thinks_apart = "message.thinking" in template
         control = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-        self._reader = AnswerReader(template, control | set(tokenizer.all_special_tokens))
+        self._reader = AnswerReader(self._template.source, control | set(tokenizer.all_special_tokens))
         self._encoder = Encoder(tokenizer)
-        self._special_tokens = tokenizer.special_tokens_map
-        # Tokenizers that come as code may have their own, as Kimi-K2.5's does for tools.
-        inherited = PreTrainedTokenizerBase.apply_chat_template
-        self._overrides_template = type(tokenizer).apply_chat_template is not inherited
 
     def render(self, messages: Sequence[dict[str, Any]], options: TemplateOptions = NO_OPTIONS) -> Rendered:
-        """Encodes a conversation, with a mask that is all False only if it has no assistant turn.
+        """Encodes a conversation, with a mask that is all False if it has no assistant turn to learn from.
 
         An earlier answer is marked where it stands as the target wrote it, behind the prompt that the target had; one
         that the template rewrites for the later turns is context. The last answer is always as the target wrote it.
@@ -130,12 +75,12 @@ class ChatRenderer:
                 that decodes to its text and ends in a control token.
         """
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        text = self._text(messages, options, add_generation_prompt=False)
+        text = self._template.text(messages, options, add_generation_prompt=False)
         self._check_questions(messages, text)
         for i in answers:
             self._reader.check_spelling(messages[i], i)
         spans: list[_Span] = []
-        if self._has_generation_tags and answers:
+        if self._template.has_generation_tags and answers:
             spans = self._tagged_spans(messages, options, text, answers)
         elif answers:
             text, last = self._last_answer(messages, options, text, answers[-1])
@@ -161,7 +106,7 @@ class ChatRenderer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Lets other processes have it: what is compiled and cached is made again there."""
-        return _made_again, (self._tokenizer, self._kwargs, self._template, self._train_on)
+        return _made_again, (self._tokenizer, self._template.kwargs, self._template.source, self._train_on)
 
     @property
     def can_be_sent(self) -> bool:
@@ -176,7 +121,7 @@ class ChatRenderer:
     @property
     def chat_template_kwargs(self) -> dict[str, Any]:
         """What every row passes to the template."""
-        return dict(self._kwargs)
+        return dict(self._template.kwargs)
 
     def decode(self, ids: list[int]) -> str:
         """Returns the text of ids with its control tokens."""
@@ -193,27 +138,13 @@ class ChatRenderer:
         Raises:
             RenderingError: the template refuses the messages.
         """
-        text = self._text(messages, options, add_generation_prompt=True)
+        text = self._template.text(messages, options, add_generation_prompt=True)
         self._check_questions(messages, text)
         return self._encoder.encode(text).ids
 
     def template_digest(self) -> str:
         """Returns the xxh3_128 hex digest of the template's text and its keyword arguments."""
-        return xxhash.xxh3_128_hexdigest(json.dumps([self._template, self._kwargs], sort_keys=True).encode())
-
-    def _text(
-        self, messages: Sequence[dict[str, Any]], options: TemplateOptions, *, add_generation_prompt: bool
-    ) -> str:
-        errors = []
-        for shown_messages, tools in self._requests(messages, options):
-            try:
-                return self._render(shown_messages, tools, options, add_generation_prompt)
-            except Exception as error:  # jinja2's own, and whatever a template's expressions raise
-                errors.append(error)
-        roles = ", ".join(message["role"] for message in messages)
-        raise RenderingError(
-            f"messages must suit the chat template, got the roles {roles} ({one_line(errors[0])})"
-        ) from errors[0]
+        return self._template.digest()
 
     def _check_questions(self, messages: Sequence[dict[str, Any]], text: str) -> None:
         """Refuses messages that the template leaves out without a word, as many do with a developer's."""
@@ -224,46 +155,13 @@ class ChatRenderer:
                     f"it leaves out or changes"
                 )
 
-    def _render(
-        self, messages: list[Any], tools: list[Any] | None, options: TemplateOptions, add_generation_prompt: bool
-    ) -> str:
-        kwargs = {**self._kwargs, **options.kwargs, "add_generation_prompt": add_generation_prompt}
-        if self._overrides_template:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    messages, tools=tools, tokenize=False, chat_template=self._template, **kwargs
-                )
-            )
-        # What apply_chat_template does, without making the map of special tokens again for every text.
-        rendered: Any = render_jinja_template(
-            [messages], tools=tools, chat_template=self._template, **{**self._special_tokens, **kwargs}
-        )
-        return str(rendered[0][0])
-
-    def _requests(
-        self, messages: Sequence[dict[str, Any]], options: TemplateOptions
-    ) -> Iterable[tuple[list[Any], list[Any] | None]]:
-        """Yields what the template gets, then what servers try if it cannot read that."""
-        given = as_requested(messages)
-        if self._thinks_apart:
-            given = [
-                {**message, "thinking": message["reasoning_content"]} if "reasoning_content" in message else message
-                for message in given
-            ]
-        tools = list(options.tools) or None
-        yield given, tools
-        if tools:
-            yield given, [tool["function"] for tool in tools]  # SGLang's second try, for Mistral's
-        if any("tool_calls" in message for message in given):
-            yield [_with_arguments_as_text(message) for message in given], tools  # DeepSeek's template adds strings
-
     def _last_answer(
         self, messages: Sequence[dict[str, Any]], options: TemplateOptions, whole: str, i: int
     ) -> tuple[str, _Span]:
         """Returns the text to encode, and the span of its last answer, messages[i]."""
-        opening = self._text(messages[:i], options, add_generation_prompt=True)
+        opening = self._template.text(messages[:i], options, add_generation_prompt=True)
         is_last = i == len(messages) - 1
-        closing = whole if is_last else self._text(messages[: i + 1], options, add_generation_prompt=False)
+        closing = whole if is_last else self._template.text(messages[: i + 1], options, add_generation_prompt=False)
         parts = parts_of(messages[i])
         if closing.startswith(opening):
             written = self._reader.up_to_end(closing[len(opening) :], i)
@@ -271,7 +169,7 @@ class ChatRenderer:
             if not self._lacks_thought(messages[:i], options, opening, written, parts):
                 text = whole if whole.startswith(opening + written) else opening + written
                 return text, _Span(i, len(opening), len(opening) + len(written))
-        bare = self._text(messages[:i], options, add_generation_prompt=False) if i else ""
+        bare = self._template.text(messages[:i], options, add_generation_prompt=False) if i else ""
         prompt = prompt_of(opening, bare)
         written = self._reader.composed(prompt, closing, bare, parts, i)
         return prompt.text + written, _Span(i, len(prompt.text), len(prompt.text) + len(written))
@@ -280,8 +178,8 @@ class ChatRenderer:
         self, messages: Sequence[dict[str, Any]], options: TemplateOptions, text: str, i: int
     ) -> _Span | None:
         """Returns the span of messages[i] in `text`; None if it does not stand there as the target wrote it."""
-        opening = self._text(messages[:i], options, add_generation_prompt=True)
-        closing = self._text(messages[: i + 1], options, add_generation_prompt=False)
+        opening = self._template.text(messages[:i], options, add_generation_prompt=True)
+        closing = self._template.text(messages[: i + 1], options, add_generation_prompt=False)
         if not text.startswith(opening) or not closing.startswith(opening):
             return None
         written = self._reader.up_to_end(closing[len(opening) :], i)
@@ -299,23 +197,19 @@ class ChatRenderer:
         """Tells whether the model wrote a thought behind its prompt that the template leaves out."""
         if parts.thought in written:
             return False
-        bare = self._text(before, options, add_generation_prompt=False) if before else ""
+        bare = self._template.text(before, options, add_generation_prompt=False) if before else ""
         return self._reader.lacks_thought(written, parts, prompt_of(opening, bare))
 
     def _tagged_spans(
         self, messages: Sequence[dict[str, Any]], options: TemplateOptions, text: str, answers: list[int]
     ) -> list[_Span]:
         """Returns the spans that generation tags mark, one for each answer, from prompt to end token."""
-        shown_messages, tools = next(iter(self._requests(messages, options)))
-        rendered: Any = render_jinja_template(
-            [shown_messages],
-            tools=tools,
-            chat_template=self._template,
-            return_assistant_tokens_mask=True,
-            **{**self._special_tokens, **self._kwargs, **options.kwargs},
-        )
-        (marked_text,), (marked,) = rendered
-        assert marked_text == text, "generation tags must leave the text as it is"
+        marked_text, marked = self._template.marked(messages, options)
+        if marked_text != text:
+            raise RenderingError(
+                f"chat template must render the same text again, got {differing(text, marked_text)}: it writes the "
+                f"time, or a number of chance"
+            )
         if len(marked) != len(answers):
             raise RenderingError(
                 f"chat template must mark one generation span per answer, got {len(marked)} spans for "
@@ -324,14 +218,14 @@ class ChatRenderer:
         spans = []
         for i, (start, end) in zip(answers, marked, strict=True):
             # A tagged span may open with the generation prompt, which the assistant does not write.
-            opening = self._text(messages[:i], options, add_generation_prompt=True)
-            bare = self._text(messages[:i], options, add_generation_prompt=False) if i else ""
+            opening = self._template.text(messages[:i], options, add_generation_prompt=True)
+            bare = self._template.text(messages[:i], options, add_generation_prompt=False) if i else ""
             header = prompt_of(opening, bare).header
             if text.startswith(opening):
                 start = max(start, len(opening))
             elif header and text.startswith(header, start):
                 start += len(header)
-            closing = self._text(messages[: i + 1], options, add_generation_prompt=False)
+            closing = self._template.text(messages[: i + 1], options, add_generation_prompt=False)
             if text.startswith(closing):
                 written = self._reader.up_to_end(text[start : len(closing)], i)
             else:
@@ -360,40 +254,10 @@ class ChatRenderer:
         return start, end
 
 
-def _check_syntax(template: str) -> None:
-    try:
-        render_jinja_template([[]], chat_template=template)
-    except TemplateSyntaxError as error:
-        raise UserError(
-            f"chat template must be one that Jinja reads, got {one_line(error)} (line {error.lineno} of it); correct it"
-        ) from error
-    except Exception:  # it wants messages, and gets them row by row
-        return
-
-
 def _made_again(
     tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any], template: str, train_on: Literal["all", "last"]
 ) -> ChatRenderer:
     return ChatRenderer(tokenizer, kwargs, chat_template=template, train_on=train_on)
-
-
-def as_requested(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns messages as a client sends them: without the weights, which are for training."""
-    return [{name: value for name, value in message.items() if name != "weight"} for message in messages]
-
-
-def _as_text(arguments: dict[str, Any]) -> str:
-    return json.dumps(arguments, ensure_ascii=False)  # as transformers' tojson
-
-
-def _with_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
-    if "tool_calls" not in message:
-        return message
-    calls = [
-        {**call, "function": {**call["function"], "arguments": _as_text(call["function"]["arguments"])}}
-        for call in message["tool_calls"]
-    ]
-    return {**message, "tool_calls": calls}
 
 
 def make_renderer(tokenizer: PreTrainedTokenizerBase, config: PromptsConfig) -> ChatRenderer:

@@ -9,7 +9,8 @@ from eagle3.cli import one_line
 from eagle3.config import UserError
 from eagle3.prompts.answers import RenderingError
 from eagle3.prompts.conversations import Conversation
-from eagle3.prompts.rendering import ChatRenderer, as_requested
+from eagle3.prompts.rendering import ChatRenderer
+from eagle3.prompts.templates import as_requested
 
 TIMEOUT_SECONDS = 60
 

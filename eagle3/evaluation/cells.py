@@ -174,18 +174,18 @@ def with_acceptance(
         acceptance=summarise(rounds, seed),
         without_loops=summarise(steady, seed) if any(each.rounds > 0 for each in steady) else None,
         histogram=histogram,
-        by_context=_by_group(rounds, contexts, seed),
-        by_set=_by_group(rounds, asking.sets, seed),
+        by_context=by_group(rounds, contexts, seed),
+        by_set=by_group(rounds, asking.sets, seed),
     )
 
 
 def with_simulated(cell: Cell, rounds: Sequence[AnswerRounds], asking: Asking, seed: int) -> Cell:
     """Adds what the simulator says of the same answers."""
-    by_set = _by_group(rounds, asking.sets, seed)
+    by_set = by_group(rounds, asking.sets, seed)
     return replace(cell, simulated=summarise(rounds, seed), simulated_by_set=by_set)
 
 
-def _by_group(rounds: Sequence[AnswerRounds], groups: Sequence[str | None], seed: int) -> dict[str, Acceptance]:
+def by_group(rounds: Sequence[AnswerRounds], groups: Sequence[str | None], seed: int) -> dict[str, Acceptance]:
     """Returns the acceptance of each group whose answers have rounds; those of no group are left out."""
     found: dict[str, list[AnswerRounds]] = {}
     for each, group in zip(rounds, groups, strict=True):

@@ -18,6 +18,7 @@ from eagle3.evaluation import serving_charts, serving_report
 from eagle3.evaluation.cells import ServingReport
 from eagle3.evaluation.doctor.command import examine, show
 from eagle3.evaluation.local import evaluate_local
+from eagle3.evaluation.recorded import ANSWERS_NAME
 from eagle3.evaluation.report import Measured, Report, Stopwatch, measure, progress_bar
 from eagle3.evaluation.served import ServedAnswer, ServerFacts, SGLangClient, check_counters, findings, served_rounds
 from eagle3.evaluation.serving import check_serve, evaluate_serving
@@ -28,7 +29,6 @@ from eagle3.prompts.tokenizers import end_token_ids, load_tokenizer
 from eagle3.tracking import PROVENANCE_NAME, digest_file, git_state, identify, open_board, write_provenance
 
 RESULT_NAME = "result.json"
-ANSWERS_NAME = "answers.jsonl"
 
 
 def evaluate(config: EvaluateConfig) -> dict[str, Any]:
@@ -67,11 +67,11 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
 def _evaluate_serving(config: EvaluateConfig, board: Board) -> dict[str, Any]:
     """Measures servers of ours, and writes table, Markdown, page and figures."""
     out, console = Path(config.out), Console()
-    reports = evaluate_serving(config)
-    report = next(reports)
-    result = _write_serving(report, config)
-    for report in reports:  # written after each server, so that what ends the next one costs no more than that
-        result = _write_serving(report, config)
+    report = None
+    for report in evaluate_serving(config):  # written each time, so that what ends it costs a cell and no more
+        _write_figures(report, config)
+    assert report is not None, "an evaluation yields a report or raises"
+    result = _write_pages(report, config)
     serving_report.print_report(report, console)
     for table in serving_report.text_tables(report):
         board.table(table.title, table.headings, table.rows)
@@ -85,20 +85,26 @@ def _evaluate_serving(config: EvaluateConfig, board: Board) -> dict[str, Any]:
     return result
 
 
-def _write_serving(report: ServingReport, config: EvaluateConfig) -> dict[str, Any]:
-    """Writes Markdown, page, pictures, answers, their counters and the figures; returns the figures."""
+def _write_figures(report: ServingReport, config: EvaluateConfig) -> dict[str, Any]:
+    """Writes answers, their counters, and the figures; returns the figures."""
     out = Path(config.out)
     result = serving_report.to_dict(report) | {"config": config_to_dict(config), "git": git_state()}
-    pictures = serving_charts.draw(report)
-    for name, picture in pictures.items():
-        (out / f"{name}.png").write_bytes(picture)
-    write_whole(out / "report.md", serving_report.markdown(report))
-    write_whole(out / "report.html", serving_report.page(report, pictures))
     lines = [json.dumps(line) + "\n" for served in report.served for line in served.lines()]
     write_whole(out / ANSWERS_NAME, "".join(lines))
     write_questions(out / QUESTIONS_NAME, report.questions())
     write_whole(out / RESULT_NAME, json.dumps(result, indent=1) + "\n")
     return result
+
+
+def _write_pages(report: ServingReport, config: EvaluateConfig) -> dict[str, Any]:
+    """Writes what people look at, and the figures once more; returns them."""
+    out = Path(config.out)
+    pictures = serving_charts.draw(report)
+    for name, picture in pictures.items():
+        (out / f"{name}.png").write_bytes(picture)
+    write_whole(out / "report.md", serving_report.markdown(report))
+    write_whole(out / "report.html", serving_report.page(report, pictures))
+    return _write_figures(report, config)
 
 
 def _explain(config: EvaluateConfig) -> list[str]:

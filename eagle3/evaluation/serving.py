@@ -16,7 +16,7 @@ from eagle3.capture.server import Server, running_server
 from eagle3.config import EvaluateConfig, ServeConfig, UserError
 from eagle3.draft.acceptance import AnswerRounds
 from eagle3.draft.export import load_drafter
-from eagle3.draft.target_weights import load_target_config, load_target_weights
+from eagle3.draft.target_weights import load_target_config
 from eagle3.evaluation.cells import (
     PLAIN,
     Agreement,
@@ -28,10 +28,10 @@ from eagle3.evaluation.cells import (
     with_acceptance,
     with_simulated,
 )
+from eagle3.evaluation.recorded import simulate_served
 from eagle3.evaluation.report import progress_bar
 from eagle3.evaluation.served import ServedAnswer, ServerFacts, SGLangClient, check_counters, findings, served_rounds
-from eagle3.evaluation.simulate import Speculation, batch_tokens_of, packs_of, parse_speculation, simulate_all
-from eagle3.evaluation.target import load_local_target
+from eagle3.evaluation.simulate import Speculation, parse_speculation
 from eagle3.evaluation.turns import ask_all, select_conversations
 from eagle3.prompts.tokenizers import end_token_ids, load_tokenizer
 
@@ -42,7 +42,7 @@ Kept = dict[tuple[str, float], Served]  # at the first concurrency, by server an
 
 
 def evaluate_serving(config: EvaluateConfig) -> Iterator[ServingReport]:
-    """Starts one server after the other and asks each the same prompts; yields all that is known after each.
+    """Starts one server after the other and asks each the same prompts; yields all that is known after each cell.
 
     Raises:
         UserError: a server does not start or stops, or target, drafter and prompts do not fit each other.
@@ -67,7 +67,7 @@ def evaluate_serving(config: EvaluateConfig) -> Iterator[ServingReport]:
             for cell, answers in _measure(config, server.url, speculation, asking, kept):
                 cells.append(cell)
                 found |= {f"{name}: {finding}" for finding in findings(answers, facts[name])}
-        yield ServingReport(cells, [], facts, sorted(found), list(kept.values()))
+                yield ServingReport(list(cells), [], facts, sorted(found), list(kept.values()))
     assert asking is not None, serve.speculations
     if serve.simulate:
         cells = _simulate(config, cells, kept, facts, asking)
@@ -94,31 +94,19 @@ def _simulate(
     assert config.target is not None, "the config was checked"
     assert config.drafter is not None, "the config was checked"
     assert config.serve is not None, "the caller checks that servers are asked for"
-    drafter = load_drafter(Path(config.drafter), load_target_config(Path(config.target.path)))
-    tokenizer = load_tokenizer(config.target.path, config.target.trust_remote_code)
-    target = load_local_target(config.target, drafter.config.capture_layers, tokenizer)
-    drafter.to(target.device, target.dtype).eval()
-    weights = load_target_weights(Path(config.target.path)).to(target.device, target.dtype)
-    limit = batch_tokens_of(drafter.config, weights.embed_tokens)
-    found = []
-    for cell in cells:
-        if cell.concurrency != config.serve.concurrency[0]:
-            found.append(cell)
-            continue
-        served = kept[cell.server, cell.temperature]
-        speculation = rule_of(parse_speculation(cell.server), cell.temperature, facts[cell.server])
-        turns = zip(asking.sample_ids, asking.prompts, served.answers, strict=True)
-        with progress_bar(
-            f"simulating {cell.server}, T={cell.temperature:g}", len(served.answers), "answers"
-        ) as advance:
-            samples = (target.features(name, prompt, answer.token_ids) for name, prompt, answer in turns)
-            packs = packs_of(samples, limit, target.device)
-            rounds = simulate_all({"": drafter}, weights, packs, [speculation], advance=advance)["", speculation]
-        kept[cell.server, cell.temperature] = replace(served, simulated=rounds)
-        found.append(with_simulated(cell, rounds, asking, config.seed))
-    del target, drafter, weights
+    asked = [each for each in kept.values() if each.server != PLAIN]
+    ways = [rule_of(parse_speculation(each.server), each.temperature, facts[each.server]) for each in asked]
+    pairs = [(served, [way]) for served, way in zip(asked, ways, strict=True)]
+    simulated = simulate_served(config.target, Path(config.drafter), pairs)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # the plain server counts the memory that it finds free
+    for served, way, rounds in zip(asked, ways, simulated, strict=True):
+        kept[served.server, served.temperature] = replace(served, simulated=rounds[way])
+    found = []
+    for cell in cells:
+        if cell.concurrency == config.serve.concurrency[0]:
+            cell = with_simulated(cell, kept[cell.server, cell.temperature].simulated, asking, config.seed)
+        found.append(cell)
     return found
 
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import platform
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from eagle3.config import TargetConfig, UserError
 from eagle3.draft.acceptance import Acceptance, AnswerRounds, summarise
 from eagle3.draft.export import load_drafter
 from eagle3.draft.target_weights import load_target_config, load_target_weights
+from eagle3.evaluation import recorded
 from eagle3.evaluation.report import progress_bar
 from eagle3.evaluation.simulate import (
     Speculation,
@@ -29,7 +31,7 @@ from eagle3.evaluation.simulate import (
 )
 from eagle3.files import write_whole
 from eagle3.prompts.conversations import BadRow, Conversation, read_conversations
-from eagle3.tracking import git_state
+from eagle3.tracking import digest_file, git_state
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
         UserError: store, target and drafters do not fit each other, or an argument is none.
     """
     parser = argparse.ArgumentParser(prog="python -m eagle3 simulate", description=__doc__)
-    parser.add_argument("store", type=Path, help="a feature store of the target")
+    parser.add_argument("store", type=Path, help="a feature store of the target, or the answers.jsonl of an evaluation")
     parser.add_argument("--target", type=Path, required=True, help="the target's directory")
     parser.add_argument("--drafter", type=Path, action="append", required=True, help="may be given several times")
     parser.add_argument(
@@ -69,6 +71,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     arguments = parser.parse_args(argv)
     speculations = [parse_speculation(text) for text in arguments.speculation or ["3"]]
+    if arguments.store.is_file():
+        return _simulate_answers(arguments)
     domains = read_domains(arguments.prompts) if arguments.prompts is not None else {}
     started = time.perf_counter()
     simulated = run(
@@ -98,6 +102,29 @@ def main(argv: Sequence[str]) -> int:
             "rows": [asdict(row) for row in table_rows],
         }
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(arguments.out, json.dumps(figures, indent=1) + "\n")
+    return 0
+
+
+def _simulate_answers(arguments: argparse.Namespace) -> int:
+    """Does the same for answers that servers gave, whose counters stand beside what is simulated."""
+    if arguments.held_out_share is not None or arguments.prompts is not None:
+        raise UserError("--held-out-share and --prompts must be left out with a file of answers, which names its sets")
+    target = TargetConfig(path=str(arguments.target), dtype=arguments.dtype)
+    ways = [parse_speculation(text) for text in arguments.speculation or []]
+    rows = recorded.beside(target, arguments.drafter, recorded.read_answers(arguments.store), ways, arguments.seed)
+    Console().print(recorded.as_table(rows))
+    if arguments.out is not None:
+        figures = {
+            "answers": str(arguments.store),
+            "answers_digest": digest_file(arguments.store),
+            "target": str(arguments.target),
+            "dtype": arguments.dtype,
+            "seed": arguments.seed,
+            "git": git_state(),
+            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            "rows": [asdict(row) for row in rows],
+        }
         write_whole(arguments.out, json.dumps(figures, indent=1) + "\n")
     return 0
 

@@ -23,6 +23,7 @@ from eagle3.draft.ttt import PackedSequences
 from eagle3.training.distributed import Setup, World, check_setup
 from eagle3.training.host_copy import HostCopy
 from eagle3.training.memory import MemoryPlan
+from eagle3.training.timing import Mark
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +110,9 @@ class Engine:
 
     def backward(self, loss: Tensor) -> None:
         """Adds the loss's gradients; both wrappers average them over the ranks."""
+        self.own_done: Mark | None = None  # when the last gradient was made, before it has crossed the ranks
+        if self.world.size > 1:
+            loss.register_hook(self._mark_later)
         if self.uses_deepspeed:
             self.model.backward(loss, scale_wrt_gas=False)
         else:
@@ -165,6 +169,14 @@ class Engine:
         for name, parameter in self._named_parameters():
             for kind in MOMENTS:
                 self._write(parameter, kind, read(f"{kind}.{name}"))
+
+    def _mark_later(self, grad: Tensor) -> None:
+        """Marks the end of autograd's own work; what the wrappers do behind it is queued after this."""
+
+        def mark() -> None:
+            self.own_done = Mark(self.world.device)
+
+        torch.autograd.Variable._execution_engine.queue_callback(mark)
 
     def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return list(self.module.drafter.named_parameters())

@@ -17,6 +17,7 @@ from eagle3.training.distributed import reduce_sum
 from eagle3.training.engine import Engine
 from eagle3.training.faults import out_of_memory_message
 from eagle3.training.packs import CodedPack, on_device
+from eagle3.training.timing import Mark, StepMarks
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class StepResult:
     sums: MetricSums
     grad_norm: float  # before clipping
     stop_requested: bool  # by any rank
+    num_attended: float  # keys that rows saw, added up over rows, draft steps and ranks
+    marks: StepMarks  # of this rank
 
 
 def loss_weights(objective: ObjectiveConfig, num_counted: Tensor) -> Tensor:  # (K,) -> (K,)
@@ -86,30 +89,37 @@ def take_step(
     """
     objective, device, size = engine.module.objective, engine.world.device, engine.world.size
     num_real = len(batch.packs) - batch.has_filler
-    num_counted = reduce_sum(count_rows(batch.packs[:num_real], objective.ttt_steps).to(device))  # (K,)
+    own = [count(batch.packs[:num_real], objective.ttt_steps) for count in (count_rows, count_attended)]
+    counts = reduce_sum(torch.cat(own).to(device))
+    num_counted, num_attended = counts[:-1], counts[-1]  # (K,), ()
+    met = Mark(device)
     assert num_counted[0] > 0, f"a step must have counted rows, got none in {batch.sample_ids}"
     # Both wrappers average gradients over the ranks; the factor makes that a sum.
     step_weights = loss_weights(objective, num_counted) * size
 
-    losses, sums = _run_micro_batches(engine, batch, step_weights, batch_tokens)
+    losses, sums, forward_done = _run_micro_batches(engine, batch, step_weights, batch_tokens)
+    backward_done = Mark(device)
 
     # One collective and one wait for the device: sums, losses and whether somebody was asked to stop.
     flag = torch.tensor([float(stop_requested)], dtype=torch.float64, device=device)
-    total = reduce_sum(torch.cat([sums.flatten(), losses.flatten(), flag])).cpu()
-    check_losses(total[sums.numel() : -1].tolist(), batch.sample_ids)
+    summed = reduce_sum(torch.cat([sums.flatten(), losses.flatten(), flag]))
+    total = torch.cat([summed, num_attended[None]]).cpu()
+    check_losses(total[sums.numel() : -2].tolist(), batch.sample_ids)
     grad_norm = engine.update(learning_rate)
     if not math.isfinite(grad_norm):
         raise FloatingPointError(
             f"the gradient must be finite, got a norm of {grad_norm} though every loss is; no update was made "
             f"(samples {', '.join(repr(name) for members in batch.sample_ids for name in members)})"
         )
-    return StepResult(MetricSums(*total[: sums.numel()].view_as(sums)), grad_norm, bool(total[-1] > 0))
+    marks = StepMarks(met, forward_done, engine.own_done, backward_done, update_done=Mark(device))
+    metrics = MetricSums(*total[: sums.numel()].view_as(sums))
+    return StepResult(metrics, grad_norm, bool(total[-2] > 0), float(total[-1]), marks)
 
 
 def _run_micro_batches(
     engine: Engine, batch: StepBatch, step_weights: Tensor, batch_tokens: int
-) -> tuple[Tensor, Tensor]:
-    """Runs forward and backward; returns losses (packs, ranks), zero for other ranks, and sums (4, K)."""
+) -> tuple[Tensor, Tensor, Mark]:
+    """Runs forward and backward; returns losses (packs, ranks), zero for other ranks, sums (4, K), the last forward."""
     device, num_real = engine.world.device, len(batch.packs) - batch.has_filler
     losses = torch.zeros(len(batch.packs), engine.world.size, dtype=torch.float64, device=device)
     sums = torch.zeros(4, step_weights.numel(), dtype=torch.float64, device=device)
@@ -118,6 +128,7 @@ def _run_micro_batches(
         for index, packed in enumerate(on_device(batch.packs, device)):
             with engine.accumulating(is_last=index == len(batch.packs) - 1):
                 loss, pack_sums = engine.model(packed, step_weights if index < num_real else 0 * step_weights)
+                forward_done = Mark(device)
                 engine.backward(loss)
             if index < num_real:
                 losses[index, engine.world.rank] = loss.detach()
@@ -125,7 +136,7 @@ def _run_micro_batches(
     except torch.OutOfMemoryError as error:
         plan = engine.module.memory_plan
         raise UserError(out_of_memory_message(batch.packs[index], plan, batch_tokens, str(error))) from None
-    return losses, sums
+    return losses, sums, forward_done
 
 
 def count_rows(packs: Sequence[CodedPack], ttt_steps: int) -> Tensor:  # (K,) fp64
@@ -134,6 +145,12 @@ def count_rows(packs: Sequence[CodedPack], ttt_steps: int) -> Tensor:  # (K,) fp
     for packed in packs:
         counts += torch.tensor([rows.numel() for rows in packed.tokens.counted(ttt_steps)], dtype=torch.float64)
     return counts
+
+
+def count_attended(packs: Sequence[CodedPack], ttt_steps: int) -> Tensor:  # (1,) fp64
+    """Returns how many keys the packs' rows see, added up over rows and draft steps."""
+    seen = [(pack.tokens.steps_per_row(ttt_steps) * (pack.tokens.positions + 1)).sum() for pack in packs]
+    return torch.tensor([float(sum(seen))], dtype=torch.float64)
 
 
 def check_losses(losses: list[float], sample_ids: list[list[str]]) -> None:

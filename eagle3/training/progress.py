@@ -1,20 +1,28 @@
 """What a training run says while it runs: one line per log_every, the same numbers as metrics, a progress bar."""
 
 import logging
+import resource
+import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 
 from eagle3.board import Metrics
-from eagle3.config import ObjectiveConfig
+from eagle3.config import TrainConfig
+from eagle3.draft.model import DrafterConfig
 from eagle3.tracking import Tracker
 from eagle3.training.batches import StepBatch
+from eagle3.training.distributed import World, gather
 from eagle3.training.optimizer_step import MetricSums, StepResult
+from eagle3.training.timing import StepMarks, StepSeconds, find_stragglers, seconds_of
 from eagle3.training.validation import Validation
+from eagle3.training.work import limit_of, step_flops
 
 logger = logging.getLogger(__name__)
 
@@ -24,26 +32,33 @@ class StepLog:
 
     def __init__(
         self,
-        objective: ObjectiveConfig,
+        config: TrainConfig,
+        drafter: DrafterConfig,
+        world: World,
+        tracker: Tracker | None,  # None on every rank but the main one
+        *,
         num_steps: int,
         steps_per_epoch: int,
-        tracker: Tracker | None,
-        num_devices: int,
     ) -> None:
-        """`tracker` is None on every rank but the main one."""
-        self._objective = objective
+        self._objective = config.objective
+        self._drafter = drafter
+        self._world = world
+        self._tracker = tracker
         self._num_steps = num_steps
         self._steps_per_epoch = steps_per_epoch
-        self._tracker = tracker
-        self._num_devices = num_devices
+        self._limit = limit_of(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
         self._held_since = time.perf_counter()  # the devices, by what was not written down yet
         self._all_seconds = 0.0
         self._all_steps = 0
-        self._sums: MetricSums | None = None  # since the last line, like the rest
-        self._num_tokens = 0
-        self._num_supervised = 0
-        self._seconds = 0.0
-        self._grad_norm = 0.0
+        self._tau: tuple[int, float] | None = None  # the last validation's step and tau
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begins to add up anew."""
+        self._sums: MetricSums | None = None
+        self._num_tokens = self._num_supervised = 0
+        self._seconds = self._data_seconds = self._grad_norm = self._flops = 0.0
+        self._marks: list[StepMarks] = []
 
     @contextmanager
     def clock(self) -> Iterator[None]:
@@ -52,27 +67,52 @@ class StepLog:
         yield
         self._seconds += time.perf_counter() - started
 
+    @contextmanager
+    def data_clock(self) -> Iterator[None]:
+        """Counts the time of the block, within that of a step, as waiting for data."""
+        started = time.perf_counter()
+        yield
+        self._data_seconds += time.perf_counter() - started
+
     def add(self, result: StepResult, batch: StepBatch) -> None:
         """Adds a step."""
         self._sums = result.sums if self._sums is None else self._sums + result.sums
         self._num_tokens += batch.num_tokens
         self._num_supervised += batch.num_supervised
         self._grad_norm = result.grad_norm
+        self._flops += step_flops(
+            self._drafter, batch.num_tokens, result.sums.num_counted.tolist(), result.num_attended
+        )
+        self._marks.append(result.marks)
         self._all_steps += 1
 
     def write(self, step: int, learning_rate: float) -> None:
-        """Writes the line of the steps since the last one."""
+        """Writes the line of the steps since the last one; every rank must call it."""
         assert self._sums is not None, "a log line needs a step"
+        parts = sum((seconds_of(0.0, marks) for marks in self._marks), start=StepSeconds(data=self._data_seconds))
+        ranks = gather(RankFacts(socket.gethostname(), parts, memory_bytes(self._world.device)))
         self._all_seconds += self._seconds
         seconds_left = (self._num_steps - step) * self._all_seconds / self._all_steps
         loss, positions = self._sums.loss(self._objective), self._sums.per_position()
         tokens_per_second = self._num_tokens / self._seconds
         supervised_per_second = self._num_supervised / self._seconds
+        shares = parts.shares(self._seconds)
+        memory = max(rank.memory_bytes for rank in ranks)
+        limit_share = None if self._limit is None else self._flops / self._seconds / self._limit / self._world.size
+        tau = "" if self._tau is None else f"tau {self._tau[1]:.3f} at {self._tau[0]}  "
+        limit = "" if limit_share is None else f", {limit_share:.1%} of the limit"
         logger.info(
-            "%s  loss %.4f  top1 %s  acceptance %s  grad %.4f  lr %.2e  %.0f tokens/s (%.0f supervised)  %s left",
-            self._at(step), loss, _digits(positions["top1"]), _digits(positions["acceptance"]), self._grad_norm,
-            learning_rate, tokens_per_second, supervised_per_second, _duration(seconds_left),
+            "%s  loss %.4f  %stop1 %s  acceptance %s  grad %.4f  lr %.2e  %.0f tokens/s (%.0f supervised%s)  %s  "
+            "%.1f GiB  %s left",
+            self._at(step), loss, tau, _digits(positions["top1"]), _digits(positions["acceptance"]), self._grad_norm,
+            learning_rate, tokens_per_second, supervised_per_second, limit,
+            " ".join(f"{name} {share:.1%}" for name, share in shares.items()), memory / 2**30, _duration(seconds_left),
         )  # fmt: skip
+        for rank, ratio in find_stragglers([facts.seconds.forward for facts in ranks]).items():
+            logger.warning(
+                "%s  straggler: rank %d on %s took %.2f times the median rank's time for its own work",
+                self._at(step), rank, ranks[rank].host, ratio,
+            )  # fmt: skip
         if self._tracker is not None:
             self._tracker.log(
                 step,
@@ -86,13 +126,18 @@ class StepLog:
                     "supervised_tokens_per_second": supervised_per_second,
                     "num_tokens": self._num_tokens,  # since the last line
                     "device_seconds": self._device_seconds(),
+                    **({} if limit_share is None else {"share_of_limit": limit_share}),
+                    **{f"time/{name}": share for name, share in shares.items()},
+                    "time/slowest_rank": max(facts.seconds.forward for facts in ranks) / self._seconds,
+                    "memory_bytes": memory,
                 },
             )
-        self._sums, self._num_tokens, self._num_supervised, self._seconds = None, 0, 0, 0.0
+        self._forget()
 
     def write_validation(self, step: int, validation: Validation, *, is_best: bool) -> None:
         """Writes the line of a validation."""
         acceptance, positions = validation.acceptance, validation.sums.per_position()
+        self._tau = (step, acceptance.tau)
         loss = validation.sums.loss(self._objective)
         logger.info(
             "%s  held-out tau %.4f [%.4f, %.4f] (without prefill's token %.4f)%s  loss %.4f  acceptance %s",
@@ -117,10 +162,26 @@ class StepLog:
         """Returns for how long the devices were held since this was last asked, saves and waiting included."""
         now = time.perf_counter()
         seconds, self._held_since = now - self._held_since, now
-        return seconds * self._num_devices
+        return seconds * self._world.size
 
     def _at(self, step: int) -> str:
         return f"step {step:06d}/{self._num_steps:06d}"
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What a rank tells the others when a line is written."""
+
+    host: str
+    seconds: StepSeconds  # since the last line
+    memory_bytes: int
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Returns the most that was ever held: of the GPU by tensors, without one of the machine's memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in KiB on Linux
 
 
 @contextmanager

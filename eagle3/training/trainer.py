@@ -131,7 +131,14 @@ def train_among_ranks(config: TrainConfig, inputs: Inputs, accelerator: Accelera
 def take_steps(run: Run, state: TrainState, session: Session) -> TrainState:
     """Trains from `state` to the last step, or until the process is asked to stop; returns where that is."""
     config, settings, engine = run.config, run.config.run, run.engine
-    log = StepLog(config.objective, run.num_steps, run.batches.steps_per_epoch, session.tracker, engine.world.size)
+    log = StepLog(
+        config,
+        engine.module.drafter.config,
+        engine.world,
+        session.tracker,
+        num_steps=run.num_steps,
+        steps_per_epoch=run.batches.steps_per_epoch,
+    )
     spikes = LossSpikes(run.dir)
     first_step = saved_step = state.step
     saved_state = state
@@ -162,7 +169,8 @@ def take_steps(run: Run, state: TrainState, session: Session) -> TrainState:
             session.saver.check()
             with log.clock():
                 session.watch.at("data", state.step + 1)
-                batch = next(loaded)
+                with log.data_clock():
+                    batch = next(loaded)
                 session.watch.at("work", state.step + 1)
                 learning_rate = learning_rate_at(state.step + 1, run.num_steps, config.optimizer)
                 result = step_or_keep(run, state, batch, learning_rate, stop_requested=session.stop.requested)

@@ -14,21 +14,17 @@ import xxhash
 
 from eagle3.config import UserError
 from eagle3.prompts.formats import (
-    RowError,
     detect_format,
     domain_of,
-    is_unicode,
     messages_of,
-    parse_json,
-    shown,
     template_kwargs_of,
     text_of,
     tokens_of,
     tools_of,
-    type_name,
 )
 from eagle3.prompts.hashes import Places, SeenHashes
 from eagle3.prompts.raw_rows import RawRow
+from eagle3.prompts.row_values import RowError, is_unicode, parse_json, shown, type_name
 from eagle3.prompts.sources import find_sources, read_rows
 from eagle3.prompts.templates import RESERVED_TEMPLATE_KWARGS, TemplateOptions
 

@@ -4,32 +4,12 @@ What a server would do to a request is done here: parts of text are joined, argu
 an empty one. What would change the conversation if it were left out is refused by name.
 """
 
-import json
 from collections.abc import Callable
 from typing import Any
 
-ROLES = {
-    "system": "system",
-    "developer": "developer",
-    "user": "user",
-    "human": "user",
-    "prompter": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "tool_call": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-    "tool_response": "tool",
-    "ipython": "tool",
-}
-OPENAI_ROLES = ("system", "developer", "user", "assistant", "tool")
-CALLING_ROLES = ("function_call", "tool_call")  # ShareGPT: the turn's text is the call
+from eagle3.prompts.messages import message_of, with_call_ids
+from eagle3.prompts.row_values import RowError, check_json, checked_text, parsed, shown, type_name
+
 FORMATS = (
     "messages",
     "conversations",
@@ -44,10 +24,6 @@ QUESTION_FIELDS = ("prompt", "question", "query", "turns")
 DOMAIN_FIELDS = ("domain", "category", "source", "dataset", "task")
 IGNORED_TOKEN = -100  # a label that trains nothing, as transformers has it
 MAX_TOKEN = 2**31 - 1  # a store keeps them in 32 bits
-
-
-class RowError(ValueError):
-    """Why a row cannot be used; never leaves the reading of prompts."""
 
 
 def detect_format(row: dict[str, Any]) -> str:
@@ -86,14 +62,14 @@ def messages_of(row: dict[str, Any], kind: str) -> tuple[dict[str, Any], ...]:
     messages = _MESSAGES_OF[kind](row)
     system = row.get("system") or row.get("system_prompt")
     if system and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": _text(system, "system")})
+        messages.insert(0, {"role": "system", "content": checked_text(system, "system")})
     roles = [message["role"] for message in messages]
     name = kind if kind in row else "row"
     if "user" not in roles:
         raise RowError(f"{name} must have a user turn, got only {', '.join(sorted(set(roles)))} turns")
     if "assistant" in roles and roles.index("assistant") < roles.index("user"):
         raise RowError(f"{name} must have a user turn before the first answer, got the roles {', '.join(roles)}")
-    return tuple(_with_call_ids(messages))
+    return tuple(with_call_ids(messages))
 
 
 def tools_of(row: dict[str, Any]) -> tuple[dict[str, Any], ...]:
@@ -106,7 +82,7 @@ def tools_of(row: dict[str, Any]) -> tuple[dict[str, Any], ...]:
         raise RowError(f"row must have tools instead of the old 'functions' field, got {shown(row['functions'])}")
     tools = row.get("tools")
     if isinstance(tools, str) and tools.strip():
-        tools = _parsed(tools, "tools")
+        tools = parsed(tools, "tools")
     if not tools:
         return ()
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -115,7 +91,7 @@ def tools_of(row: dict[str, Any]) -> tuple[dict[str, Any], ...]:
     for i, tool in enumerate(wrapped):
         if not isinstance(tool["function"], dict) or not isinstance(tool["function"].get("name"), str):
             raise RowError(f"tools[{i}] must have a name, got {shown(tools[i])}")
-    _check_json(wrapped, "tools")
+    check_json(wrapped, "tools")
     return tuple(wrapped)
 
 
@@ -133,7 +109,7 @@ def template_kwargs_of(row: dict[str, Any], reserved: tuple[str, ...]) -> dict[s
     taken = sorted(set(given) & set(reserved))
     if taken:
         raise RowError(f"chat_template_kwargs must be the template's own, got {', '.join(taken)}")
-    _check_json(given, "chat_template_kwargs")
+    check_json(given, "chat_template_kwargs")
     return given
 
 
@@ -171,7 +147,7 @@ def text_of(row: dict[str, Any]) -> str:
     Raises:
         RowError: it is no text, or an empty one.
     """
-    text = _text(row["text"], "text")
+    text = checked_text(row["text"], "text")
     if not text.strip():
         raise RowError(f"text must not be empty, got {shown(text)}")
     return text
@@ -185,12 +161,12 @@ def domain_of(row: dict[str, Any]) -> str | None:
 def _turns(row: dict[str, Any], name: str) -> list[dict[str, Any]]:
     turns = row[name]
     if isinstance(turns, str) and turns.lstrip().startswith("["):
-        turns = _parsed(turns, name)
+        turns = parsed(turns, name)
     if not isinstance(turns, list):
         raise RowError(f"{name} must be a list, got {type_name(turns)}")
     if not turns:
         raise RowError(f"{name} must have at least one turn, got an empty list")
-    return [_message(turn, f"{name}[{i}]") for i, turn in enumerate(turns)]
+    return [message_of(turn, f"{name}[{i}]") for i, turn in enumerate(turns)]
 
 
 def _prompt_completion(row: dict[str, Any]) -> list[dict[str, Any]]:
@@ -209,8 +185,8 @@ def _instruction(row: dict[str, Any]) -> list[dict[str, Any]]:
         raise RowError(f"history must be a list of pairs, got {shown(history)}")
     for i, (asked, answered) in enumerate(history):
         messages += [_user(asked, f"history[{i}][0]"), _answer(answered, f"history[{i}][1]")]
-    question = _text(row["instruction"], "instruction")
-    extra = _text(row.get("input") or "", "input")
+    question = checked_text(row["instruction"], "instruction")
+    extra = checked_text(row.get("input") or "", "input")
     messages.append(_user("\n\n".join(part for part in (question, extra) if part.strip()), "instruction"))
     name = next((each for each in ("output", "response") if each in row), None)
     if name is not None:
@@ -240,173 +216,8 @@ _MESSAGES_OF: dict[str, Callable[[dict[str, Any]], list[dict[str, Any]]]] = {
 
 
 def _user(text: Any, where: str) -> dict[str, Any]:
-    return _message({"role": "user", "content": text}, where, "")
+    return message_of({"role": "user", "content": text}, where, "")
 
 
 def _answer(text: Any, where: str) -> dict[str, Any]:
-    return _message({"role": "assistant", "content": text}, where, "")
-
-
-def _message(turn: Any, where: str, field: str | None = None) -> dict[str, Any]:
-    """Returns one turn in OpenAI's form; `where` is its place in the row, `field` that of its content in it."""
-    if not isinstance(turn, dict):
-        raise RowError(f"{where} must be an object, got {type_name(turn)}")
-    role_field = next((name for name in ("role", "from") if name in turn), None)
-    content_field = next((name for name in ("content", "value", "text") if name in turn), None)
-    calls = turn.get("tool_calls")
-    if role_field is None or (content_field is None and not calls):
-        raise RowError(f"{where} must have role and content (or from and value), got the fields {sorted(turn)}")
-    given = turn[role_field]
-    if not isinstance(given, str) or given.lower() not in ROLES:
-        raise RowError(
-            f"{where}.{role_field} must be one of {', '.join(OPENAI_ROLES)} or ShareGPT's names for them, "
-            f"got {shown(given)}"
-        )
-    role = ROLES[given.lower()]
-    if turn.get("function_call"):
-        raise RowError(f"{where} must have tool_calls instead of the old 'function_call' field")
-    place = where if field == "" else f"{where}.{content_field or 'content'}"
-    content = _content(turn[content_field] if content_field else None, place, may_be_null=role == "assistant")
-    message: dict[str, Any] = {"role": role, "content": content}
-    if given.lower() in CALLING_ROLES:
-        call = _parsed(content, place)
-        message["content"] = ""
-        calls = call if isinstance(call, list) else [call]
-    if calls:
-        if role != "assistant":
-            raise RowError(f"{where}.tool_calls must stand in an assistant turn, got a {given} turn")
-        message["tool_calls"] = _tool_calls(calls, f"{where}.tool_calls")
-    thought = next((turn[name] for name in ("reasoning_content", "reasoning", "thinking") if turn.get(name)), None)
-    if thought is not None:
-        if role != "assistant":
-            raise RowError(f"{where}.reasoning_content must stand in an assistant turn, got a {given} turn")
-        message["reasoning_content"] = _text(thought, f"{where}.reasoning_content")
-    weight = turn.get("weight", 1)
-    if role == "assistant" and weight not in (0, 1):
-        raise RowError(f"{where}.weight must be 0 or 1, got {shown(weight)}")
-    if role == "assistant" and weight == 0:
-        message["weight"] = 0
-    for name in ("name", "tool_call_id"):
-        if turn.get(name) is not None:
-            message[name] = _text(turn[name], f"{where}.{name}")
-    # A call may come without words, and a tool may say nothing.
-    if role in ("user", "assistant") and not message["content"].strip() and not calls:
-        article = "an" if given.startswith("a") else "a"
-        raise RowError(f"{place} must be {article} {given} turn with text, got {message['content']!r}")
-    return message
-
-
-def _content(content: Any, where: str, *, may_be_null: bool) -> str:
-    if content is None and may_be_null:
-        return ""
-    if not isinstance(content, list):
-        return _text(content, where)
-    texts = []
-    for i, part in enumerate(content):
-        if isinstance(part, dict) and part.get("type", "text") != "text":
-            raise RowError(f"{where}[{i}] must be a part of type 'text', got {shown(part['type'])}")
-        texts.append(_text(part.get("text") if isinstance(part, dict) else part, f"{where}[{i}]"))
-    return " ".join(texts)  # as SGLang joins them for a template that takes text
-
-
-def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    if not isinstance(calls, list):
-        raise RowError(f"{where} must be a list, got {type_name(calls)}")
-    found = []
-    for i, call in enumerate(calls):
-        function = call.get("function", call) if isinstance(call, dict) else None
-        name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(function, dict) or not isinstance(name, str) or not name.strip():
-            raise RowError(f"{where}[{i}] must have a function with a name, got {shown(call)}")
-        arguments = function.get("arguments", function.get("parameters"))
-        if isinstance(arguments, str):
-            arguments = _parsed(arguments, f"{where}[{i}].arguments") if arguments.strip() else {}
-        if arguments is None:
-            arguments = {}
-        if not isinstance(arguments, dict):
-            raise RowError(f"{where}[{i}].arguments must be an object, got {type_name(arguments)}")
-        named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-        found.append({**named, "type": "function", "function": {"name": name, "arguments": arguments}})
-    _check_json(found, where)
-    return found
-
-
-def _with_call_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Names calls that have no id as Kimi does, and results by the calls before them, in order."""
-    num_calls, open_ids = 0, []
-    for message in messages:
-        for call in message.get("tool_calls", ()):
-            call.setdefault("id", f"functions.{call['function']['name']}:{num_calls}")
-            open_ids.append(call["id"])
-            num_calls += 1
-        if message["role"] == "tool":
-            answered = message.setdefault("tool_call_id", open_ids[0]) if open_ids else message.get("tool_call_id")
-            if answered in open_ids:
-                open_ids.remove(answered)
-    return messages
-
-
-def parse_json(text: str) -> Any:
-    """Parses JSON.
-
-    Raises:
-        RowError: an object has a field twice: a parser keeps the last one, and the row would mean something else.
-        ValueError, RecursionError: it is no JSON, or past the limits of Python's numbers or nesting.
-    """
-    return json.loads(text, object_pairs_hook=_object)
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise RowError(f"row must have each field once, got {shown(twice)} twice in one object")
-    return made
-
-
-def _parsed(text: str, where: str) -> Any:
-    try:
-        return parse_json(text)
-    except RowError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise RowError(f"{where} must be JSON, got {shown(text)} ({error})") from error
-
-
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise RowError(f"{where} must be a string, got {type_name(value)}")
-    if not is_unicode(value):
-        raise RowError(f"{where} must be valid Unicode, got half of a surrogate pair")
-    return value
-
-
-def _check_json(value: Any, where: str) -> None:
-    """Refuses what a request to a server could not hold: a date out of a table, NaN, half of a surrogate pair."""
-    try:
-        text = json.dumps(value, allow_nan=False, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise RowError(f"{where} must hold what JSON has, got {shown(value)} ({error})") from error
-    _text(text, where)
-
-
-def is_unicode(text: str) -> bool:
-    """Tells whether text has no lone surrogates: JSON can spell them, UTF-8 and tokenizers cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def type_name(value: Any) -> str:
-    """Names a JSON value's type as JSON does."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number" if isinstance(value, int | float) else f"a {type(value).__name__}")
-
-
-def shown(value: Any) -> str:
-    """Returns a value for a message, cut to a length that fits one line."""
-    text = ascii(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return message_of({"role": "assistant", "content": text}, where, "")

@@ -1,5 +1,6 @@
 """Foreign features become the samples that capture itself would have stored, or are refused with what is wrong."""
 
+import gzip
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eagle3.capture.importing import find_files, read_foreign
+from eagle3.capture import importing
+from eagle3.capture.foreign import find_files, read_foreign
 from eagle3.capture.inprocess import TransformersEngine
 from eagle3.capture.parity import ParityError
 from eagle3.config import TargetConfig, UserError
@@ -101,7 +103,11 @@ def assert_store_is(path: Path, forwards: list[Forward], names: str, first: int)
 
 
 def test_specforge_files_become_a_store_and_go_on_where_they_were(
-    tiny_target: Path, forwards: list[Forward], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_target: Path,
+    forwards: list[Forward],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source, out = write_ckpt(tmp_path / "source", forwards), tmp_path / "out"
     arguments = (source, out, "--target", tiny_target, "--layers", *LAYERS, "--last", "after-norm")
@@ -109,11 +115,14 @@ def test_specforge_files_become_a_store_and_go_on_where_they_were(
     assert not out.exists()
     assert "nothing written: --dry-run" in capsys.readouterr().out
     assert run(*arguments) == 0
-    assert "8 files, the gates passed; wrote 8 samples" in capsys.readouterr().out
+    assert "GB, the gates passed; wrote 8 samples" in capsys.readouterr().out
     assert_store_is(out, forwards, "data_", first=10)
     assert FeatureStore(out).manifest.engine_version == "SpecForge"
     assert run(*arguments) == 0
     assert "wrote 0 samples" in capsys.readouterr().out
+    monkeypatch.setattr(importing, "run_gates", None)
+    with pytest.raises(UserError, match=r"codec must be 'fp32', as stored, got 'fp8'"):
+        run(*arguments, "--codec", "fp8")
 
 
 @pytest.mark.parametrize("with_mask", [True, False])
@@ -130,7 +139,9 @@ def test_states_of_other_layers_and_unnormed_ones_do_not_pass_the_gates(
 ) -> None:
     source = write_ckpt(tmp_path / "source", forwards, layers=[3, 4, 5])
     target = ("--target", tiny_target)
-    with pytest.raises(ParityError, match=r"captured layer 2 must be .* the nearest is hidden_states\[3\]"):
+    with pytest.raises(
+        ParityError, match=r"captured layer 2 must be .* the nearest is hidden_states\[3\] .*correct --lay"
+    ):
         run(source, tmp_path / "out", *target, "--layers", *LAYERS, "--last", "after-norm")
     with pytest.raises(ParityError, match="the last hidden state must be the target's"):
         run(
@@ -180,6 +191,82 @@ def test_samples_that_are_not_finite_are_left_out_and_named(
     assert "1 left out" in printed
 
 
+def change_file(path: Path, change: dict[str, Any]) -> None:
+    torch.save(torch.load(path, weights_only=True) | change, path)
+
+
+def test_files_unlike_the_first_are_left_out_and_named(
+    tiny_target: Path, forwards: list[Forward], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_ckpt(tmp_path / "source", [*forwards, *forwards])
+    first = torch.load(source / "data_0.ckpt", weights_only=True)
+    last, aux, ids = first["hidden_state"], first["aux_hidden_state"], first["input_ids"]
+    change_file(source / "data_2.ckpt", first | {"aux_hidden_state": aux[..., :128]})
+    change_file(source / "data_4.ckpt", first | {"hidden_state": last.bfloat16(), "aux_hidden_state": aux.bfloat16()})
+    change_file(source / "data_5.ckpt", first | {"input_ids": ids.clone().fill_(320)})
+    change_file(source / "data_6.ckpt", first | {"loss_mask": None})
+    (source / "data_7.ckpt").write_bytes((source / "data_7.ckpt").read_bytes()[:500])
+    change_file(source / "data_8.ckpt", {name: torch.zeros(2, *one.shape[-2:]) for name, one in first.items()})
+    change_file(source / "data_9.ckpt", first | {"input_ids": ids.float()})
+    out = tmp_path / "out"
+    assert run(source, out, "--target", tiny_target, "--layers", *LAYERS, "--last", "after-norm") == 1
+    printed = capsys.readouterr().out
+    for number, message in (
+        (2, "must be like the first one, and of the target, got 2 states of 64 where 3 of 64 are"),
+        (4, "got states in torch.bfloat16 where float32 is"),
+        (5, "got token ids from 320 to 320 in a vocabulary of 320"),
+        (6, "got no loss_mask"),
+        (7, "must be readable without running its code, got "),
+        (8, "a file of features must hold one sequence: "),
+        (9, "ids must be integers and states numbers of one floating dtype, got torch.float32, torch.float32 and "),
+    ):
+        (line,) = [line for line in printed.splitlines() if line.startswith(f"{source / f'data_{number}.ckpt'}: ")]
+        assert message in line
+    assert "wrote 9 samples" in printed
+    assert "7 left out" in printed
+    assert len(FeatureStore(out)) == 9
+
+
+def test_an_import_that_brings_nothing_is_refused(tiny_target: Path, forwards: list[Forward], tmp_path: Path) -> None:
+    source = write_ckpt(tmp_path / "source", forwards[:2])
+    arguments = ("--target", tiny_target, "--layers", *LAYERS, "--last", "after-norm")
+    for number in range(2):
+        change_file(source / f"data_{number}.ckpt", {"input_ids": torch.full((30 + number,), -1)})
+    with pytest.raises(UserError, match=r"some of the files must be readable, got none of 2 \(.*source\)"):
+        run(source, tmp_path / "out", *arguments)
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_from_everywhere_pass_the_gates(tiny_target: Path, forwards: list[Forward], tmp_path: Path) -> None:
+    # The first half is right: an extraction that was gone on with under other settings.
+    source = write_ckpt(tmp_path / "source", forwards)
+    others = write_ckpt(tmp_path / "others", forwards, layers=[3, 4, 5])
+    for number in range(8):
+        (others / f"data_{number}.ckpt").rename(source / f"later_{number}.ckpt")
+    arguments = ("--target", tiny_target, "--layers", *LAYERS, "--last", "after-norm")
+    with pytest.raises(ParityError, match=r"captured layer 2 must be"):
+        run(source, tmp_path / "out", *arguments)
+
+
+def test_packed_files_are_those_that_were_packed(tiny_target: Path, forwards: list[Forward], tmp_path: Path) -> None:
+    source, out = write_ckpt(tmp_path / "source", forwards), tmp_path / "out"
+    for path in sorted(source.iterdir()):
+        (source / f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes(), compresslevel=1))
+        path.unlink()
+    assert run(source, out, "--target", tiny_target, "--layers", *LAYERS, "--last", "after-norm") == 0
+    assert_store_is(out, forwards, "data_", first=10)
+    (source / "data_1.ckpt.gz").write_bytes(b"\x1f\x8b no gzip")
+    with pytest.raises(UserError, match=r"readable without running its code, got .*data_1\.ckpt\.gz"):
+        read_foreign(source / "data_1.ckpt.gz")
+    (source / "data_1.ckpt").write_bytes(b"")
+    with pytest.raises(UserError, match=r"a sample must be in one file, got .*data_1\.ckpt and .*data_1\.ckpt\.gz"):
+        find_files(source)
+    (source / "data_1.ckpt").unlink()
+    os.rename(os.fsencode(source / "data_2.ckpt.gz"), os.fsencode(source) + b"/\xff.ckpt.gz")
+    with pytest.raises(UserError, match=r"a file must have a name that can be printed, got '.*udcff\.ckpt\.gz'"):
+        find_files(source)
+
+
 class Payload:
     """Would write a file if it were unpickled."""
 
@@ -197,9 +284,9 @@ def test_files_that_would_run_code_or_are_none_are_refused(tmp_path: Path, monke
     (tmp_path / "b.safetensors").write_bytes(b"\0" * 20)
     with pytest.raises(UserError, match=r"readable without running its code, got .*b\.safetensors"):
         read_foreign(tmp_path / "b.safetensors")
-    with pytest.raises(UserError, match=r"must be \.ckpt or \.safetensors files under one directory, got both"):
+    with pytest.raises(UserError, match=r"\.safetensors files of one program under a directory, got both"):
         find_files(tmp_path)
-    with pytest.raises(UserError, match=r"must be \.ckpt or \.safetensors files under one directory, got none"):
+    with pytest.raises(UserError, match=r"\.safetensors files of one program under a directory, got none"):
         find_files(tmp_path / "nowhere")
     values = {"token_ids": torch.arange(3), "hidden_states": torch.zeros(4, 4, 8)}
     save_file(values, tmp_path / "c.safetensors")

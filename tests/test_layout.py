@@ -32,7 +32,7 @@ ALLOWED_MODULES = {
     "capture.importing": {"draft.target_weights"},
     "capture.inprocess": {"draft.target_weights"},
     "evaluation.simulate": {"training.packs", "training.prefetch"},
-    "features.commands": {"capture.importing"},
+    "features.commands": {"capture.foreign", "capture.importing"},
     "training.inputs": {"prompts.tokenizers"},
 }
 SPOKEN_EVERYWHERE = {"config", "cli", "files"}

@@ -8,19 +8,16 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 import xxhash
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
 
 from eagle3.capture.engine import Captured
+from eagle3.capture.foreign import SUFFIXES, Foreign, find_files, id_of, kind_of, read_foreign
 from eagle3.capture.inprocess import TransformersEngine
-from eagle3.capture.parity import GATE_SAMPLES, GATE_TOKENS, ParityReport, check_parity
+from eagle3.capture.parity import GATE_SAMPLES, GATE_TOKENS, ParityError, ParityReport, check_parity
 from eagle3.capture.pipeline import find_fault
 from eagle3.config import TargetConfig, UserError
 from eagle3.draft.target_weights import (
@@ -31,7 +28,15 @@ from eagle3.draft.target_weights import (
     log_normaliser,
 )
 from eagle3.features.codec import EXACT_CODECS, Codec
-from eagle3.features.manifest import DTYPES, Manifest, digest_target_config, digest_target_weights
+from eagle3.features.manifest import (
+    DTYPES,
+    MANIFEST_NAME,
+    Manifest,
+    check_same_capture,
+    digest_target_config,
+    digest_target_weights,
+    read_manifest,
+)
 from eagle3.features.record import FeatureSample, supervised_rows
 from eagle3.features.writer import FeatureWriter
 from eagle3.prompts.tokenizers import load_tokenizer, tokenizer_digest
@@ -40,7 +45,6 @@ logger = logging.getLogger(__name__)
 
 Last = Literal["after-norm", "before-norm"]
 LossMask = Literal["file", "all"]
-SUFFIXES = {".ckpt": "SpecForge", ".safetensors": "vLLM"}
 
 
 @dataclass(frozen=True)
@@ -53,16 +57,6 @@ class Meaning:
 
 
 @dataclass(frozen=True)
-class Foreign:
-    """One file, as it is."""
-
-    input_ids: Tensor  # (T,)
-    loss_mask: Tensor | None  # (T,)
-    aux: Tensor  # (T, A, D)
-    last: Tensor  # (T, D)
-
-
-@dataclass(frozen=True)
 class Imported:
     """What an import did."""
 
@@ -70,22 +64,6 @@ class Imported:
     num_written: int
     num_before: int
     faults: list[str]  # of samples that were left out, one sentence each
-
-
-def find_files(source: Path) -> list[Path]:
-    """Returns a directory's files of features, in order.
-
-    Raises:
-        UserError: there is none, or there are files of both kinds.
-    """
-    files = sorted(path for path in source.rglob("*") if path.suffix in SUFFIXES and path.is_file())
-    kinds = sorted({path.suffix for path in files})
-    if len(kinds) != 1:
-        raise UserError(
-            f"features to import must be .ckpt or .safetensors files under one directory, got "
-            f"{'none' if not kinds else 'both'} ({source}); correct the path"
-        )
-    return files
 
 
 def check_meaning(path: Path, layers: list[int] | None, last: str | None, loss_mask: str) -> None:
@@ -119,44 +97,6 @@ def check_meaning(path: Path, layers: list[int] | None, last: str | None, loss_m
         )
 
 
-def read_foreign(path: Path) -> Foreign:
-    """Reads one file.
-
-    Raises:
-        UserError: it is damaged, would run code, or lacks a tensor.
-    """
-    try:
-        if path.suffix == ".ckpt":
-            values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        else:
-            values = load_file(path)
-    except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(
-            f"a file of features must be readable without running its code, got {reason!r} ({path}); "
-            f"extract it again, or move it away"
-        ) from error
-    try:
-        input_ids = values["input_ids"] if "input_ids" in values else values["token_ids"]
-        if "aux_hidden_state" in values:
-            last = values["hidden_state"].flatten(0, -2)  # (T, D)
-            aux = values["aux_hidden_state"].flatten(0, -2).unflatten(1, (-1, last.shape[1]))  # (T, A, D)
-        else:
-            states = values["hidden_states"]  # (T, A + 1, D)
-            aux, last = states[:, :-1], states[:, -1]
-        foreign = Foreign(input_ids.flatten(), _flat_mask(values.get("loss_mask")), aux, last)
-    except (KeyError, TypeError, AttributeError, RuntimeError, IndexError) as error:
-        raise UserError(
-            f"a file of features must hold input_ids or token_ids, and aux_hidden_state (1, T, A*D) with hidden_state "
-            f"(1, T, D), or hidden_states (T, A+1, D), got {_shapes(values)} ({path}); move such files away"
-        ) from error
-    lengths = {len(foreign.input_ids), len(foreign.aux), len(foreign.last)}
-    lengths |= set() if foreign.loss_mask is None else {len(foreign.loss_mask)}
-    if len(lengths) != 1:
-        raise UserError(f"ids, mask and states must be equally many, got {_shapes(values)} ({path}); extract it again")
-    return foreign
-
-
 def build_import_manifest(target: Path, files: list[Path], source: Path, meaning: Meaning, codec: str) -> Manifest:
     """Returns what the store of an import says of itself.
 
@@ -171,8 +111,7 @@ def build_import_manifest(target: Path, files: list[Path], source: Path, meaning
             f"states must have the target's hidden_size={config['hidden_size']}, got {first.last.shape[1]} "
             f"({files[0]}); name the target that they are of"
         )
-    # fp16 has no codec of its own, and fits fp32 exactly.
-    dtype = "bfloat16" if first.last.dtype == torch.bfloat16 else "float32"
+    dtype = dtype_of(first)
     exact = EXACT_CODECS[DTYPES[dtype]]
     chosen: Codec = exact if codec == "exact" else "int8" if codec == "int8" else "fp8"
     names = "".join(f"{path.relative_to(source)} {path.stat().st_size}\n" for path in files)
@@ -182,7 +121,7 @@ def build_import_manifest(target: Path, files: list[Path], source: Path, meaning
         target_revision=digest_target_weights(target),
         target_quantization=(config.get("quantization_config") or {}).get("quant_method"),
         engine="imported",
-        engine_version=SUFFIXES[files[0].suffix],
+        engine_version=SUFFIXES[kind_of(files[0])],
         capture_layers=meaning.layers,
         dtype=dtype,
         codec=chosen,
@@ -195,10 +134,15 @@ def build_import_manifest(target: Path, files: list[Path], source: Path, meaning
     )
 
 
+def dtype_of(foreign: Foreign) -> str:
+    """Returns the dtype that a file's states are stored in: fp16 has no codec of its own, and fits fp32 exactly."""
+    return "bfloat16" if foreign.last.dtype == torch.bfloat16 else "float32"
+
+
 def run_gates(
     files: list[Path], target_path: Path, meaning: Meaning, target: TargetWeights, manifest: Manifest
 ) -> ParityReport:
-    """Holds the first files against the target, which is loaded for it.
+    """Holds some of the files, from the first to the last, against the target, which is loaded for it.
 
     Raises:
         ParityError: a state is another layer's, or the last one does not give the target's tokens.
@@ -207,18 +151,39 @@ def run_gates(
     tokenizer = load_tokenizer(str(target_path), trust_remote_code=False)
     engine = TransformersEngine(config, manifest.capture_layers, tokenizer)
     captured, sequences = [], []
-    for path in files[:GATE_SAMPLES]:
-        sample = to_sample(path, path.stem, meaning, target, manifest, all_rows=True)
+    count = min(GATE_SAMPLES, len(files))
+    spread = [files[number * (len(files) - 1) // max(1, count - 1)] for number in range(count)]
+    for path in [*spread[::2], *spread[1::2]]:  # the first half of them has its states compared: from everywhere too
+        try:
+            sample = to_sample(path, path.stem, meaning, target, manifest, all_rows=True)
+        except UserError:  # will be left out and named
+            continue
+        if find_fault(sample) is not None:
+            continue
         sequences.append(sample.input_ids.tolist())
         captured.append(Captured(sample.aux_hidden_states[:GATE_TOKENS], sample.last_hidden_states[:GATE_TOKENS]))
-    return check_parity(engine, config, sequences, None, captured=captured)
+    if not sequences:
+        raise UserError(
+            f"some of the files must be readable, got none of {count} ({files[0].parent}); extract them again"
+        )
+    try:
+        return check_parity(engine, config, sequences, None, captured=captured)
+    except ParityError as error:  # its remedy is for capture
+        raise ParityError(
+            f"{str(error).rpartition(';')[0]}; correct --layers, --last or --target to those of the extraction"
+        ) from error
 
 
 def to_sample(
     path: Path, sample_id: str, meaning: Meaning, target: TargetWeights, manifest: Manifest, *, all_rows: bool = False
 ) -> FeatureSample:
-    """Reads one file as a sample; the target's head gives its log-normaliser."""
+    """Reads one file as a sample; the target's head gives its log-normaliser.
+
+    Raises:
+        UserError: the file is damaged, or not of the kind that the manifest says.
+    """
     foreign, dtype = read_foreign(path), DTYPES[manifest.dtype]
+    _check_kind(path, foreign, meaning, manifest)
     num_tokens = foreign.input_ids.numel()
     loss_mask = torch.arange(num_tokens) > 0 if meaning.loss_mask == "all" else foreign.loss_mask
     assert loss_mask is not None, path
@@ -258,6 +223,8 @@ def import_features(
     files = find_files(source)
     check_meaning(files[0], list(meaning.layers), meaning.last, meaning.loss_mask)
     manifest = build_import_manifest(target_path, files, source, meaning, codec)
+    if (out / MANIFEST_NAME).exists():
+        check_same_capture(read_manifest(out), manifest, out)  # before the gates, which load the target
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target = load_target_weights(target_path).to(device, DTYPES[manifest.dtype])
     report = run_gates(files, target_path, meaning, target, manifest)
@@ -274,10 +241,13 @@ def import_features(
     with FeatureWriter(out, manifest, shard_bytes) as writer:
         num_before = len(writer.stored_ids)
         for path in files:
-            sample_id = str(path.relative_to(source).with_suffix(""))
+            sample_id = id_of(path, source)
             if sample_id not in writer.stored_ids:
-                sample = to_sample(path, sample_id, meaning, target, manifest)
-                fault = find_fault(sample)
+                try:
+                    sample = to_sample(path, sample_id, meaning, target, manifest)
+                    fault = find_fault(sample)
+                except UserError as error:
+                    fault = str(error)
                 if fault is None:
                     writer.write(sample)
                 else:
@@ -286,12 +256,21 @@ def import_features(
         return Imported(len(files), len(writer.stored_ids) - num_before, num_before, faults)
 
 
-def _flat_mask(mask: Tensor | None) -> Tensor | None:
-    return None if mask is None else mask.flatten().bool()
-
-
-def _shapes(values: object) -> str:
-    if not isinstance(values, dict):
-        return type(values).__name__
-    kinds = {name: list(one.shape) if isinstance(one, Tensor) else type(one).__name__ for name, one in values.items()}
-    return ", ".join(f"{name} {kind}" for name, kind in kinds.items())
+def _check_kind(path: Path, foreign: Foreign, meaning: Meaning, manifest: Manifest) -> None:
+    """Compares a file with the first one, whose kind the manifest has."""
+    problems = []
+    wanted = (len(manifest.capture_layers), manifest.hidden_size)
+    if foreign.aux.shape[1:] != wanted:
+        problems.append(f"{foreign.aux.shape[1]} states of {foreign.aux.shape[2]} where {wanted[0]} of {wanted[1]} are")
+    if dtype_of(foreign) != manifest.dtype:
+        problems.append(f"states in {foreign.last.dtype} where {manifest.dtype} is")
+    if foreign.loss_mask is None and meaning.loss_mask == "file":
+        problems.append("no loss_mask")
+    low, high = int(foreign.input_ids.min()), int(foreign.input_ids.max())
+    if low < 0 or high >= manifest.vocab_size:
+        problems.append(f"token ids from {low} to {high} in a vocabulary of {manifest.vocab_size}")
+    if problems:
+        raise UserError(
+            f"files of features must be like the first one, and of the target, got {'; '.join(problems)} ({path}); "
+            f"import what differs into a store of its own"
+        )

@@ -14,7 +14,8 @@ from typing import get_args
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from eagle3.capture.importing import Last, LossMask, Meaning, check_meaning, find_files, import_features
+from eagle3.capture.foreign import find_files
+from eagle3.capture.importing import Last, LossMask, Meaning, check_meaning, import_features
 from eagle3.config import StoreConfig, UserError
 from eagle3.features.codec import Codec, is_exact
 from eagle3.features.index import verify_store
@@ -68,13 +69,26 @@ def main(argv: Sequence[str]) -> int:
     command.add_argument("--max-tokens", type=positive, help="drop samples that have more tokens")
     add_writing_arguments(command)
     command = add("import", import_, "makes a store of features that others extracted")
-    command.add_argument("source", type=Path, help="a directory of SpecForge's .ckpt or vLLM's .safetensors files")
+    command.add_argument(
+        "source", type=Path, help="a directory of SpecForge's .ckpt (or .ckpt.gz) or vLLM's .safetensors files"
+    )
     command.add_argument("out", type=directory, help=OUT)
     command.add_argument("--target", type=Path, required=True, help="the Hugging Face directory that they are of")
     command.add_argument("--layers", type=int, nargs="+", help="the layer that each state but the last enters, 0-based")
-    command.add_argument("--last", choices=get_args(Last), help="where the last state was taken")
-    command.add_argument("--loss-mask", choices=get_args(LossMask), default="file", help="all: every token counts")
-    command.add_argument("--codec", choices=["exact", "int8", "fp8"], default="exact", help="of the new store")
+    command.add_argument(
+        "--last",
+        choices=get_args(Last),
+        help="side of the target's final norm that the last state is from: SpecForge's after-norm, vLLM's before-norm",
+    )
+    command.add_argument(
+        "--loss-mask",
+        choices=get_args(LossMask),
+        default="file",
+        help="file: that of the files; all: every token is taken for the target's (default: %(default)s)",
+    )
+    command.add_argument(
+        "--codec", choices=["exact", "int8", "fp8"], default="exact", help="of the new store (default: %(default)s)"
+    )
     add_shard_bytes(command)
     command.add_argument("--dry-run", action="store_true", help="run the gates, and write nothing")
     arguments = parser.parse_args(argv)
@@ -229,12 +243,15 @@ def import_(arguments: argparse.Namespace) -> int:
         )
     for fault in imported.faults:
         print(fault)
-    print(
-        f"{imported.num_files:,} files, the gates passed; wrote {imported.num_written:,} samples to {arguments.out}; "
-        f"{imported.num_before:,} were there, {len(imported.faults):,} left out"
-    )
+    num_bytes = sum(path.stat().st_size for path in files)
+    print(f"{imported.num_files:,} files, {num_bytes / 1e9:,.3f} GB, the gates passed", end="; ")
     if arguments.dry_run:
-        print("nothing written: --dry-run")
+        print(f"{free_bytes(arguments.out) / 1e9:,.3f} GB are free at {arguments.out}; nothing written: --dry-run")
+        return 0
+    print(
+        f"wrote {imported.num_written:,} samples to {arguments.out}; {imported.num_before:,} were there, "
+        f"{len(imported.faults):,} left out"
+    )
     return min(1, len(imported.faults))
 
 

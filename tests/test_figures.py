@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DEMO = "benchmarks/results/demo.json"
 CODEC_ERRORS = "benchmarks/results/codec_errors.json"
 TRAIN = "benchmarks/results/train.json"
+LOSS_CURVES = "benchmarks/results/loss_curves.json"
 ATTENTION = "benchmarks/results/attention.json"
 PROMPTS = "benchmarks/results/prompts.json"
 COMPARE = "benchmarks/results/compare.json"
@@ -77,6 +78,36 @@ def train_lines(result: dict[str, Any]) -> list[str]:
         columns += [stages.pop("optimizer and clipping"), stages.pop("everything else"), sum(stages.values())]
         lines.append(f"| `{row['work']}` | " + " | ".join(f"{milliseconds:.1f}" for milliseconds in columns) + " |")
     return lines
+
+
+def curve_lines(result: dict[str, Any]) -> list[str]:
+    """Returns the lines of docs/EXPERIMENTS.md that compare trainings with the engine and by the dense definition."""
+    dense = result["runs"]["dense, fp32"]
+    lines = []
+    for name, run in result["runs"].items():
+        difference = "-" if run is dense else f"{result['largest_difference'][name]:.1e}"
+        lines.append(
+            f"| {name} | {run['loss'][0]:.3f} | {run['loss'][-1]:.3f} | {difference} | {run['tau']:.3f} "
+            f"| {run['seconds']:.0f} |"
+        )
+    return lines
+
+
+def test_loss_curves_are_those_of_the_json_and_overlay() -> None:
+    result = json.loads((ROOT / LOSS_CURVES).read_text(encoding="utf-8"))
+    text = (ROOT / "docs/EXPERIMENTS.md").read_text(encoding="utf-8")
+    assert LOSS_CURVES in text
+    assert "![" in text
+    assert (ROOT / "docs/loss_curves.png").exists()
+    for line in curve_lines(result):
+        assert line in text, f"docs/EXPERIMENTS.md must have the line {line!r}"
+    dense = result["runs"]["dense, fp32"]["loss"]
+    assert len(dense) >= 30
+    # fp32: other summation orders, which the steps amplify; bf16: 8 bits in every product, and the same.
+    for name, bound in (("engine, fp32", 2e-3), ("engine, bf16", 3e-2)):
+        differences = [abs(a - b) / b for a, b in zip(result["runs"][name]["loss"], dense, strict=True)]
+        assert max(differences) == result["largest_difference"][name]
+        assert max(differences) < bound, (name, max(differences))
 
 
 def attention_lines(result: dict[str, Any]) -> list[str]:

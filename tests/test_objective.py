@@ -22,6 +22,7 @@ from eagle3.features.record import FeatureSample
 
 # A prompt and an answer; two turns, the last one to the very end; nothing supervised; too short to count.
 MASKS = [[0, 0, 1, 1, 1, 1, 0], [0, 1, 1, 0, 0, 1, 1, 1, 1, 1], [0, 0, 0], [0, 1]]
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 STEPS = 4
 DECAY = 0.7
 
@@ -126,12 +127,26 @@ def test_the_dense_definition_has_the_same_values_and_gradients(
         torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-5, msg=name)  # fp32, other order
 
 
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        ("cpu", torch.float32),
+        pytest.param("cuda", torch.float32, marks=NEEDS_GPU),
+        pytest.param("cuda", torch.bfloat16, marks=NEEDS_GPU),
+    ],
+)
 @pytest.mark.parametrize("drop_rejected", [False, True])
 def test_prompts_need_no_queries(
-    drop_rejected: bool, samples: list[FeatureSample], target: TargetWeights, monkeypatch: pytest.MonkeyPatch
+    drop_rejected: bool,
+    device: str,
+    dtype: torch.dtype,
+    samples: list[FeatureSample],
+    target: TargetWeights,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As on a GPU, where tokens before a document's first counted row do not attend."""
-    drafter = tiny_drafter()
+    drafter = tiny_drafter(head_dim=8, dtype=dtype).to(device)
+    packed, on_device = pack(samples).to(device), target.to(device, dtype)
     results = []
     queries: list[int] = []
     forward = context_attention.context_forward
@@ -141,16 +156,22 @@ def test_prompts_need_no_queries(
         return forward(query, *args)
 
     monkeypatch.setattr("eagle3.draft.attention.context_forward", noted)
+    # Which rows are right at a near-tie is not for two kernels to say.
+    monkeypatch.setattr(
+        "eagle3.draft.objective._is_right",
+        lambda number, chosen, recorded: torch.arange(len(chosen), device=device) % 3 > 0,
+    )
     # Rows are counted from tokens 1 and 0 of the first two documents on; of the others one token is left.
     for all_queries, num_queries in ((True, 7 + 10 + 3 + 2), (False, 6 + 10 + 1 + 1)):
         answer = partial(lambda lengths, device, all_queries: all_queries, all_queries=all_queries)
         monkeypatch.setattr("eagle3.draft.ttt.wants_all_queries", answer)
         queries.clear()
-        sums = sums_of(drafter, target, pack(samples), drop_rejected=drop_rejected)
+        sums = sums_of(drafter, on_device, packed, drop_rejected=drop_rejected)
         assert set(queries) == {num_queries}
         results.append({"loss": sums.loss, **gradients(drafter, sums.loss)})
     for name, expected in results[0].items():
-        torch.testing.assert_close(results[1][name], expected, rtol=1e-5, atol=1e-6, msg=name)  # fp32, other order
+        error = (results[1][name] - expected).norm() / expected.norm()
+        assert error < (1e-5 if dtype == torch.float32 else 0.02), (name, float(error))  # other order; 8 bits
 
 
 @pytest.mark.parametrize("renormalise", [True, False])
@@ -426,7 +447,7 @@ def test_bf16_is_near_fp32(cast: str, samples: list[FeatureSample], target: Targ
         assert angle > 0.99, (name, float(angle))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@NEEDS_GPU
 def test_gpu_gives_the_sums_and_gradients_of_the_cpu(samples: list[FeatureSample], target: TargetWeights) -> None:
     drafter, packed = tiny_drafter(head_dim=8), pack(samples)
     expected = sums_of(drafter, target, packed)

@@ -2,6 +2,8 @@
 
 import argparse
 import logging
+import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 
@@ -25,17 +27,27 @@ def run_command(main: Callable[[], None]) -> None:
     """Runs a command's main function; what is not a fault of the program ends it with one message and no traceback.
 
     Exit code 2 is a user's mistake, or a file that the system refuses; 1 a computation that left the finite numbers, or
-    a process of the run that is gone.
+    a process of the run that is gone; 141 and 130 are a shell's for a pipe that was closed and for Ctrl-C.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     try:
-        main()
+        try:
+            main()
+        except SystemExit:
+            sys.stdout.flush()  # where it can still be said that nobody reads it
+            raise
+        sys.stdout.flush()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except ChildProcessError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
+    except BrokenPipeError:
+        if not _is_unread(sys.stdout.fileno()):  # another pipe, a server's
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left of it goes nowhere
+        sys.exit(141)
     except OSError as error:
         if error.filename is None:  # no file of the user's
             raise
@@ -52,6 +64,13 @@ def run_command(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def _is_unread(descriptor: int) -> bool:
+    """Tells whether a file is a pipe whose reader has gone, as `head` does when it has read enough."""
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def one_line(error: Exception) -> str:

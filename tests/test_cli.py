@@ -1,7 +1,10 @@
 """What every command shares."""
 
 import errno
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,3 +71,22 @@ def test_numbers_that_leave_the_finite_ones_end_with_their_message(capsys: pytes
         run_command(main)
     assert exit_info.value.code == 1
     assert capsys.readouterr().err == "error: the loss must be finite, got nan\n"
+
+
+@pytest.mark.parametrize("ending", ["", "; sys.exit(0)"])
+def test_a_reader_that_has_read_enough_is_no_error(ending: str) -> None:
+    script = f"import sys; from eagle3.cli import run_command; run_command(lambda: exec('print(1){ending}'))"
+    ours, theirs = os.pipe()
+    os.close(ours)
+    done = subprocess.run([sys.executable, "-c", script], stdout=theirs, stderr=subprocess.PIPE, check=False)
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_broken_pipe_that_is_not_ours_keeps_its_traceback() -> None:
+    script = (
+        "from eagle3.cli import run_command\ndef main(): raise BrokenPipeError(32, 'Broken pipe')\nrun_command(main)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "BrokenPipeError" in done.stderr

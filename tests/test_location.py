@@ -13,6 +13,7 @@ from eagle3.config import UserError
 from eagle3.features.location import Location, Piece
 from eagle3.features.store import FeatureStore
 from eagle3.features.view import as_dataset, as_table
+from eagle3.features.writer import FeatureWriter
 from eagle3.training.packs import PackReader, on_device
 
 
@@ -100,3 +101,7 @@ def test_a_store_is_a_data_set_of_its_samples(tmp_path: Path) -> None:
     table = as_table(tmp_path)
     assert table["sample_id"][:] == [entry.sample_id for entry in store.entries]
     assert table.sort("num_tokens")["num_tokens"][0] == min(entry.num_tokens for entry in store.entries)
+    with FeatureWriter(tmp_path / "empty", store.manifest, shard_bytes=4000):
+        pass
+    assert as_table(tmp_path / "empty").features == table.features
+    assert list(as_dataset(tmp_path / "empty")) == []

@@ -1,13 +1,14 @@
 """A night of kills, full disks and two writers: what was reported written is there, bit for bit and once."""
 
 import errno
+import fcntl
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ NUM_KILLS = 50
 PHASES = ("write", "fsync", "rename", "index")
 
 # What all the processes below share. `write_on` writes samples in order, a shard of two at a time, and reports each
-# shard that is on the disk through a pipe.
+# shard that is on the disk through a pipe. `signalled_at` has the process send itself a signal at a counted call.
 COMMON = """
 import functools, json, os, random, resource, signal, sys, time
 from pathlib import Path
@@ -36,6 +37,23 @@ from eagle3.features.store import FeatureStore
 from test_store import MANIFEST, assert_same, make_sample
 
 make_sample = functools.cache(make_sample)
+
+def signalled_at(phase, count, number=signal.SIGKILL):
+    calls = iter(range(count))
+    def counted(real):
+        def call(*args, **kwargs):
+            if next(calls, None) is None:
+                os.kill(os.getpid(), number)
+            return real(*args, **kwargs)
+        return call
+    if phase == "write":
+        shard.bytes_of = counted(shard.bytes_of)
+    elif phase == "fsync":
+        os.fsync = counted(os.fsync)
+    elif phase == "rename":
+        os.link = counted(os.link)
+    elif phase == "index":
+        writers.append_to_index = counted(writers.append_to_index)
 
 def write_on(path, numbers, report=lambda number: None, writer=0):
     with writers.FeatureWriter(path, MANIFEST, shard_bytes=2**30, writer=writer) as store:
@@ -60,23 +78,6 @@ def check(path, numbers):
 KILLS = (
     COMMON
     + """
-def die_at(phase, count):
-    calls = iter(range(count))
-    def counted(real):
-        def call(*args, **kwargs):
-            if next(calls, None) is None:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(*args, **kwargs)
-        return call
-    if phase == "write":
-        shard.bytes_of = counted(shard.bytes_of)
-    elif phase == "fsync":
-        os.fsync = counted(os.fsync)
-    elif phase == "rename":
-        os.link = counted(os.link)
-    elif phase == "index":
-        writers.append_to_index = counted(writers.append_to_index)
-
 path, num_kills, chosen = Path(sys.argv[1]), int(sys.argv[2]), random.Random(7)
 numbers, hits, reported, killed = range(2000), [], set(), 0
 while killed < num_kills:
@@ -87,7 +88,7 @@ while killed < num_kills:
     child = os.fork()
     if child == 0:
         os.close(ours)
-        die_at(phase, count)
+        signalled_at(phase, count)
         write_on(path, numbers, report=lambda number: os.write(theirs, b"%d " % number))
         time.sleep(60 if phase == "any" else 0)  # on a fast machine it may be done before its kill comes
         os._exit(0)
@@ -231,6 +232,24 @@ def test_two_writers_need_two_numbers(tmp_path: Path) -> None:
         pytest.raises(UserError, match=r"one writer at a time under each number, got .* writes as number 1 .*store\."),
     ):
         FeatureWriter(tmp_path, MANIFEST, shard_bytes=2**30, writer=1)
+
+
+def test_a_file_system_without_locks_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(number: int) -> Callable[..., None]:
+        def flock(*_: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+        return flock
+
+    monkeypatch.setattr(fcntl, "flock", fail(errno.ENOSYS))
+    write_store(tmp_path, range(2))
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"no file locks at {tmp_path} ([Errno 38] ")
+    monkeypatch.setattr(fcntl, "flock", fail(errno.EIO))
+    with pytest.raises(OSError, match="Errno 5"):
+        FeatureWriter(tmp_path, MANIFEST, shard_bytes=2**30)
 
 
 def test_a_shard_number_that_was_taken_meanwhile_is_left_alone(tmp_path: Path) -> None:

@@ -4,12 +4,14 @@ Rows are read when they are asked for, states decoded. Training does not go this
 """
 
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset, Features, IterableDataset, List, Value
 
+from eagle3.features.shard import IndexEntry
 from eagle3.features.store import FeatureStore
 
 
@@ -40,7 +42,9 @@ def as_table(where: Path | str) -> Dataset:
     Raises:
         UserError: there is no store, or it is damaged.
     """
-    return Dataset.from_list([vars(entry) for entry in FeatureStore(where).entries])
+    entries = FeatureStore(where).entries
+    kinds = {each.name: Value("string" if each.type is str else "int64") for each in fields(IndexEntry)}
+    return Dataset.from_list([vars(entry) for entry in entries], features=Features(kinds))
 
 
 def _rows(where: Path | str) -> Iterator[dict[str, Any]]:

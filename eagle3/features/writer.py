@@ -49,6 +49,7 @@ from eagle3.files import PRIVATE, sync, write_whole
 logger = logging.getLogger(__name__)
 
 LOCK_NAME = "lock"
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # Lustre as it is often mounted, for one
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, a quota, a limit on file sizes
 
 
@@ -275,7 +276,12 @@ def _lock(path: Path, writer: int) -> TextIO:
     file = os.fdopen(os.open(path / name, os.O_CREAT | os.O_RDWR, PRIVATE), "r+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+    except OSError as error:
+        if error.errno in NO_LOCKS:
+            logger.warning("no file locks at %s (%s): a second writer %d would not be noticed", path, error, writer)
+            return file
+        if not isinstance(error, BlockingIOError):
+            raise
         holder = file.read().strip()
         file.close()
         raise UserError(

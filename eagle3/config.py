@@ -178,6 +178,7 @@ class OptimizerConfig:
     weight_decay: float = 0.0
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     max_grad_norm: float = 1.0
+    ema_decay: float | None = None  # of an average of the weights, which is what is validated and exported; null: none
 
 
 @dataclass(frozen=True)

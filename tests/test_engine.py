@@ -122,6 +122,33 @@ def test_a_gradient_that_is_not_finite_changes_nothing(base: TrainConfig, monkey
     assert all(torch.equal(before[name], tensor) for name, tensor in engine.read_state().items())
 
 
+def test_an_average_of_the_weights_takes_their_place_and_gives_it_back(base: TrainConfig) -> None:
+    config = dataclasses.replace(base, optimizer=dataclasses.replace(base.optimizer, ema_decay=0.3))
+    engine, inputs, batch = make_engine(config)
+    plain, _, _ = make_engine(base)
+    weight = inputs.drafter.lm_head.weight
+    average = weight.detach().clone()
+    for step in range(1, 8):
+        for each in (engine, plain):
+            take_step(each, batch, learning_rate=1e-2)
+        kept = min(0.3, (1 + step) / (10 + step))
+        average = kept * average + (1 - kept) * weight.detach()
+    weights = weight.detach().clone()
+    assert torch.equal(weights, plain.read_state()["master.lm_head.weight"])  # it does not change the training
+    with engine.averaged_weights():
+        torch.testing.assert_close(weight.detach(), average, rtol=1e-6, atol=1e-7)  # fp32, other order of operations
+        assert not torch.equal(weight, weights)
+    assert torch.equal(weight, weights)
+    state = engine.read_state()
+    assert 4 * sum(tensor.numel() for tensor in state.values()) == engine.state_bytes
+    again, _, _ = make_engine(config)
+    again.load_state(state.__getitem__, num_steps=7)
+    for each in (engine, again):
+        take_step(each, batch, learning_rate=1e-2)
+    ours, theirs = engine.read_state(), again.read_state()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
 def test_gradients_are_clipped_by_their_global_norm(base: TrainConfig) -> None:
     clipped = dataclasses.replace(base, optimizer=dataclasses.replace(base.optimizer, max_grad_norm=1e-3))
     norms, moments = [], []

@@ -55,6 +55,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     directory = tmp_path_factory.mktemp("training")
     target, store = write_target_and_store(directory)
     config = tiny_config(store, target, directory / "run")
+    config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, ema_decay=0.6))
     return with_run(config, max_steps=STEPS, save_every=3, validate_every=3, keep_last=9)
 
 
@@ -173,7 +174,7 @@ def test_the_exported_drafter_is_the_best_one(
     best = state_of(run_dir, 2)
     exported = dict(load_drafter(run_dir / "drafter", load_target_config(Path(base.target.path))).named_parameters())
     for name, parameter in exported.items():
-        assert torch.equal(parameter, best[f"master.{name}"].bfloat16().float()), name
+        assert torch.equal(parameter, best[f"ema.{name}"].bfloat16().float()), name
     manifest = read_manifest(Path(base.data.path))
     record = json.loads((run_dir / "drafter" / "config.json").read_text())["eagle3"]
     assert record["capture_layers"] == list(manifest.capture_layers)

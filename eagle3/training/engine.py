@@ -7,7 +7,7 @@ both cases, so a checkpoint of one can be resumed by the other.
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's, by torch's names
 MASTER = "master"
+EMA = "ema"  # beside the moments, where ZeRO shards it and finds it as it does those
 
 
 class TTTModule(nn.Module):
@@ -96,6 +97,11 @@ class Engine:
         if self.uses_deepspeed:
             # In bf16 ZeRO makes its masters from parameters that are cast already.
             self._set_masters(initial.__getitem__)
+        self._ema_decay = config.optimizer.ema_decay
+        self._num_updates = 0
+        self._kinds = (MASTER, *MOMENTS) if self._ema_decay is None else (MASTER, *MOMENTS, EMA)
+        if self._ema_decay is not None:
+            self._init_optimizer_state(num_steps=0)
         for group in self._optimizer.param_groups:
             dtypes = {parameter.dtype for parameter in group["params"]}
             assert dtypes == {torch.float32}, f"master weights must be fp32, got {dtypes}"
@@ -127,12 +133,23 @@ class Engine:
             group["lr"] = learning_rate
         if self.uses_deepspeed:
             self.model.step()  # checks over the ranks, and skips the update of a non-finite gradient itself
-            return float(self.model.get_global_grad_norm())
-        norm = float(nn.utils.clip_grad_norm_(self.module.parameters(), self._max_grad_norm))
-        if norm < float("inf"):  # false for nan too
-            self._optimizer.step()
-        self._optimizer.zero_grad()
+            norm = float(self.model.get_global_grad_norm())
+        else:
+            norm = float(nn.utils.clip_grad_norm_(self.module.parameters(), self._max_grad_norm))
+            if norm < float("inf"):  # false for nan too
+                self._optimizer.step()
+            self._optimizer.zero_grad()
+        self._num_updates += 1
+        if self._ema_decay is not None and norm < float("inf"):
+            self._average(self._ema_decay)
         return norm
+
+    @contextlib.contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Puts the average of the weights in their place for the length of the block, if one is kept."""
+        self._swap_with_average()
+        yield
+        self._swap_with_average()  # not after an error: the other ranks may be gone, and it waits for them
 
     def read_state(self, host: HostCopy | None = None) -> dict[str, Tensor]:
         """Returns masters and moments on the main rank's CPU as `master.NAME`, `exp_avg.NAME`, ...; elsewhere nothing.
@@ -141,7 +158,7 @@ class Engine:
         """
         state: dict[str, Tensor] = {}
         for name, parameter in self._named_parameters():
-            for kind in (MASTER, *MOMENTS):
+            for kind in self._kinds:
                 tensor, key = self._read(parameter, kind), f"{kind}.{name}"
                 if self.world.is_main:
                     state[key] = tensor.detach().cpu().clone() if host is None else host.copy(key, tensor)
@@ -152,22 +169,14 @@ class Engine:
     @property
     def state_bytes(self) -> int:
         """The size of what `read_state` returns on the main rank; fp32."""
-        return 4 * len((MASTER, *MOMENTS)) * sum(parameter.numel() for _, parameter in self._named_parameters())
+        return 4 * len(self._kinds) * sum(parameter.numel() for _, parameter in self._named_parameters())
 
     def load_state(self, read: Callable[[str], Tensor], num_steps: int) -> None:
         """Sets masters and moments from whole tensors, `read` by the names of `read_state`."""
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                self._optimizer.state[parameter] = {
-                    "step": torch.tensor(float(num_steps), device=parameter.device if group["fused"] else "cpu"),
-                    **{kind: torch.zeros_like(parameter) for kind in MOMENTS},
-                }
+        self._init_optimizer_state(num_steps)
         self._set_masters(lambda name: read(f"{MASTER}.{name}"))
-        if self.uses_deepspeed:
-            # ZeRO links the moments to the parameters after its first step, and there was none here.
-            self.model.optimizer._lazy_init_hp_params_optimizer_state()
         for name, parameter in self._named_parameters():
-            for kind in MOMENTS:
+            for kind in self._kinds[1:]:
                 self._write(parameter, kind, read(f"{kind}.{name}"))
 
     def _mark_later(self, grad: Tensor) -> None:
@@ -180,6 +189,47 @@ class Engine:
 
     def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return list(self.module.drafter.named_parameters())
+
+    def _masters(self) -> list[Tensor]:
+        """Returns this rank's masters as the optimizer has them: parameters, or flat shards under DeepSpeed."""
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+    def _init_optimizer_state(self, num_steps: int) -> None:
+        """Makes the optimizer's state as after so many steps, with moments of zero, and an average of what there is."""
+        self._num_updates = num_steps
+        average = [] if self._ema_decay is None else [EMA]
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if self._optimizer.state[parameter]:  # ZeRO has linked these, and would not see others in their place
+                    self._optimizer.state[parameter]["step"].fill_(float(num_steps))
+                    continue
+                self._optimizer.state[parameter] = {
+                    "step": torch.tensor(float(num_steps), device=parameter.device if group["fused"] else "cpu"),
+                    **{kind: torch.zeros_like(parameter) for kind in MOMENTS},
+                    **{kind: parameter.detach().clone() for kind in average},
+                }
+        if self.uses_deepspeed:
+            # ZeRO links them to the parameters after its first step, and there was none here.
+            self.model.optimizer._lazy_init_hp_params_optimizer_state()
+
+    @torch.no_grad()
+    def _average(self, decay: float) -> None:
+        """Moves the average towards the weights; faster at first, or it would keep those that training began with."""
+        kept = min(decay, (1 + self._num_updates) / (10 + self._num_updates))
+        for master in self._masters():
+            self._optimizer.state[master][EMA].lerp_(master, 1 - kept)
+
+    @torch.no_grad()
+    def _swap_with_average(self) -> None:
+        if self._ema_decay is None:
+            return
+        for master in self._masters():
+            average = self._optimizer.state[master][EMA]
+            weights = master.clone()
+            master.copy_(average)
+            average.copy_(weights)
+        if self.uses_deepspeed:
+            self.model.optimizer.update_lp_params()
 
     @torch.no_grad()
     def _set_masters(self, read: Callable[[str], Tensor]) -> None:

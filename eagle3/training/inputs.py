@@ -149,6 +149,8 @@ def check_settings(config: TrainConfig) -> None:
         "optimizer.warmup_ratio": optimizer.warmup_ratio,
     }
     problems += [f"  {name} must be from 0 to 1, got {value}" for name, value in shares.items() if not 0 <= value <= 1]
+    if optimizer.ema_decay is not None and not 0 < optimizer.ema_decay < 1:
+        problems.append(f"  optimizer.ema_decay must be between 0 and 1, or null, got {optimizer.ema_decay}")
     if len(optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in optimizer.betas):
         problems.append(f"  optimizer.betas must be two numbers from 0 to below 1, got {optimizer.betas}")
     if problems:

@@ -220,33 +220,34 @@ def validate_and_export(
 
     Returns None if a rank was asked to stop before all samples were scored.
     """
-    validation = validate(
-        run.engine,
-        run.inputs.store,
-        run.inputs.held_out_indices,
-        batch_tokens=run.config.data.batch_tokens,
-        bars=bars,
-        stop=session.stop,
-        watch=session.watch,
-        step=state.step,
-    )
-    if validation is None:
-        return None
-    state = after_validation(state, validation)
-    is_best = state.best_step == state.step
-    log.write_validation(state.step, validation, is_best=is_best)
-    if is_best and run.engine.world.is_main:
-        # Before the checkpoint that calls it the best: a kill in between repeats the step, and this with it.
-        manifest = run.inputs.store.manifest
-        export_drafter(
-            run.engine.module.drafter,
-            run.dir / DRAFTER_NAME,
-            target_config=run.inputs.target_config,
-            card=model_card(run.config, run.inputs.store, state, validation),
-            trained_on={name: getattr(manifest, name) for name in TRAINED_ON},
+    with run.engine.averaged_weights():
+        validation = validate(
+            run.engine,
+            run.inputs.store,
+            run.inputs.held_out_indices,
+            batch_tokens=run.config.data.batch_tokens,
+            bars=bars,
+            stop=session.stop,
+            watch=session.watch,
+            step=state.step,
         )
-        write_questions(run.dir / QUESTIONS_NAME, {HELD_OUT: validation.questions})
-    return state
+        if validation is None:
+            return None
+        state = after_validation(state, validation)
+        is_best = state.best_step == state.step
+        log.write_validation(state.step, validation, is_best=is_best)
+        if is_best and run.engine.world.is_main:
+            # Before the checkpoint that calls it the best: a kill in between repeats the step, and this with it.
+            manifest = run.inputs.store.manifest
+            export_drafter(
+                run.engine.module.drafter,
+                run.dir / DRAFTER_NAME,
+                target_config=run.inputs.target_config,
+                card=model_card(run.config, run.inputs.store, state, validation),
+                trained_on={name: getattr(manifest, name) for name in TRAINED_ON},
+            )
+            write_questions(run.dir / QUESTIONS_NAME, {HELD_OUT: validation.questions})
+        return state
 
 
 def after_validation(state: TrainState, validation: Validation) -> TrainState:

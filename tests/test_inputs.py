@@ -76,7 +76,7 @@ def test_the_largest_micro_batch_is_the_limit_or_the_longest_sample(base: TrainC
 def test_settings_that_cannot_be_trained_are_named_all_at_once(base: TrainConfig) -> None:
     wrong = dataclasses.replace(
         with_data(base, samples_per_step=0, held_out_share=1.5),
-        optimizer=dataclasses.replace(base.optimizer, learning_rate=0.0, betas=[0.9]),
+        optimizer=dataclasses.replace(base.optimizer, learning_rate=0.0, betas=[0.9], ema_decay=1.0),
         run=dataclasses.replace(base.run, max_steps=0),
     )
     with pytest.raises(UserError) as caught:
@@ -86,6 +86,7 @@ def test_settings_that_cannot_be_trained_are_named_all_at_once(base: TrainConfig
         "  run.max_steps must be at least 1, got 0",
         "  optimizer.learning_rate must be above 0, got 0.0",
         "  data.held_out_share must be from 0 to 1, got 1.5",
+        "  optimizer.ema_decay must be between 0 and 1, or null, got 1.0",
         "  optimizer.betas must be two numbers from 0 to below 1, got [0.9]",
     ]
 

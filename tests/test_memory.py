@@ -253,3 +253,11 @@ def test_the_log_says_what_is_expected(caplog: pytest.LogCaptureFixture) -> None
         "memory of each GPU: 22.8 GiB (target 2.0, parameters 2.1, optimizer 3.2, gradients 0.5, activations 15.0) "
         "of 23.0 GiB for 16384 tokens at once, all of them supervised; gate and up of 1 of 7 draft steps made again"
     )
+
+
+@pytest.mark.parametrize("setup", [ALONE, Setup(zero_stage=2, num_ranks=4)])
+def test_an_average_of_the_weights_lies_where_the_moments_do(setup: Setup) -> None:
+    plain = plan_of(D4096, setup=setup)
+    averaged = dataclasses.replace(plain, has_average=True)
+    added = averaged.estimate(100, 50).optimizer - plain.estimate(100, 50).optimizer
+    assert added == 4 * _num_parameters(D4096).total // setup.num_ranks  # fp32

@@ -59,6 +59,7 @@ class MemoryPlan:
     ttt_steps: int
     target_bytes: int
     capacity: int  # bytes of a GPU that training may take
+    has_average: bool = False  # of the weights, beside the moments
 
     def num_recomputed(self, num_tokens: int, num_rows: int) -> int:
         """Returns at how many of the first draft steps gate and up are made again: no more than has to be."""
@@ -70,16 +71,17 @@ class MemoryPlan:
     def estimate(self, num_tokens: int, num_rows: int, *, num_recomputed: int = 0) -> MemoryEstimate:
         """Estimates a micro-batch of T tokens, at `num_rows` of which the drafter runs."""
         sizes = _num_parameters(self.config)
+        kept_bytes = MOMENTS_BYTES + (FP32 if self.has_average else 0)
         if self.setup.zero_stage is None:
             # Parameters are cast: all but the head for the whole of a step.
             parameters = FP32 * sizes.total + BF16 * (sizes.layer + sizes.fuse)
-            optimizer = MOMENTS_BYTES * sizes.total
+            optimizer = kept_bytes * sizes.total
             # DDP's buckets stay; one process has no gradients when a backward begins.
             kept_gradients = FP32 * sizes.total if self.setup.num_ranks > 1 else 0
             head_cast, head_gradient = BF16 * sizes.head, FP32 * sizes.head
         else:
             parameters = BF16 * (sizes.total + sizes.joined)
-            optimizer = (FP32 + MOMENTS_BYTES) * sizes.total // self.setup.num_ranks
+            optimizer = (FP32 + kept_bytes) * sizes.total // self.setup.num_ranks
             kept_gradients = ZERO_BUCKET_BYTES
             head_cast, head_gradient = 0, BF16 * sizes.head
         # While the head is scored its gradient is summed in fp32, and the target's drafted rows lie beside it; before
@@ -133,7 +135,13 @@ class MemoryPlan:
 
 
 def plan_memory(
-    config: DrafterConfig, setup: Setup, target: TargetWeights, ttt_steps: int, device: torch.device
+    config: DrafterConfig,
+    setup: Setup,
+    target: TargetWeights,
+    ttt_steps: int,
+    device: torch.device,
+    *,
+    has_average: bool = False,
 ) -> MemoryPlan:
     """Plans for a GPU on which the target's weights are, and nothing else of ours that is not in the estimate."""
     tensors = {id(tensor): tensor for tensor in (target.embed_tokens, target.lm_head, target.norm)}
@@ -143,6 +151,7 @@ def plan_memory(
         setup=setup,
         ttt_steps=ttt_steps,
         target_bytes=sum(tensor.nbytes for tensor in tensors.values()),
+        has_average=has_average,
         capacity=int(USABLE_SHARE * (num_free + torch.cuda.memory_reserved(device))),
     )
 

@@ -94,7 +94,12 @@ def train_among_ranks(config: TrainConfig, inputs: Inputs, accelerator: Accelera
     logger.info("%s on %s, %s", engine.setup, world.device, precision)
     if world.device.type == "cuda":
         module.memory_plan = plan_memory(
-            inputs.drafter.config, engine.setup, target, config.objective.ttt_steps, world.device
+            inputs.drafter.config,
+            engine.setup,
+            target,
+            config.objective.ttt_steps,
+            world.device,
+            has_average=config.optimizer.ema_decay is not None,
         )
         log_plan(module.memory_plan, *largest_micro_batch(inputs, config.data.batch_tokens))
     batches = Batches(

@@ -44,7 +44,8 @@ def as_table(where: Path | str) -> Dataset:
     """
     entries = FeatureStore(where).entries
     kinds = {each.name: Value("string" if each.type is str else "int64") for each in fields(IndexEntry)}
-    return Dataset.from_list([vars(entry) for entry in entries], features=Features(kinds))
+    columns = {name: [getattr(entry, name) for entry in entries] for name in kinds}  # there without samples, too
+    return Dataset.from_dict(columns, features=Features(kinds))
 
 
 def _rows(where: Path | str) -> Iterator[dict[str, Any]]:

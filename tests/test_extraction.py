@@ -320,10 +320,11 @@ def test_rows_that_are_left_out_are_counted_and_named(
     report = run_extraction(make_config(tiny_target, tmp_path, rows))
     assert (report.num_stored, report.num_bad_rows, report.num_too_long) == (3, 1, 1)
     lines = [json.loads(line) for line in (tmp_path / "store" / "rejected.jsonl").read_text().splitlines()]
-    assert [line["line"] for line in lines] == [2, 5]
+    assert [(line["line"], line["kind"]) for line in lines] == [(2, "malformed"), (5, "too long")]
     # The target's own limit: prompts.max_tokens is larger.
     assert lines[1]["reason"].startswith("prompt must have fewer than 512 tokens, got ")
     assert "left out: 1 bad rows and 1 too long (rejected.jsonl)" in caplog.text
+    assert "prompts: 2 rows are left out: malformed 1, too long 1" in caplog.text
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, sample_ids: set[str]) -> None:

@@ -105,7 +105,7 @@ def test_rows_that_are_split_are_counted(tmp_path: Path, tiny_target: Path, caps
 def test_without_a_target_lengths_are_in_characters(capsys: pytest.CaptureFixture[str]) -> None:
     assert prompt_report.main([str(TORTURE), "--show", "1", "prompts.max_row_bytes=16384"]) == 1
     said = capsys.readouterr().out
-    assert "106 rows, 63 usable, 43 dropped" in said
+    assert "113 rows, 65 usable, 48 dropped" in said
     assert "characters or fewer" in said
     assert "user: Why?\nassistant: Because." in said
 

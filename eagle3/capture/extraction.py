@@ -258,10 +258,10 @@ def _quarantined(store_path: Path) -> set[str]:
 
 
 def _write_rejected(store_path: Path, rows: Sequence[BadRow | TooLong]) -> None:
-    lines = [
-        json.dumps({"line": row.line, "reason": row.reason} | ({"file": row.file} if row.file else {})) + "\n"
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        told = {"line": row.line, "reason": row.reason, "kind": row.kind}
+        lines.append(json.dumps(told | ({"file": row.file} if row.file else {})) + "\n")
     write_atomically(store_path / REJECTED_NAME, "".join(lines))
 
 

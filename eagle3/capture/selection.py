@@ -4,6 +4,7 @@ Nothing here runs the target, so that a whole file is known before anything is s
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -47,6 +48,7 @@ class TooLong:
     line: int  # 1-based
     reason: str
     file: str | None = None  # which of several
+    kind: Literal["too long"] = "too long"  # for counts, as that of a bad row
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,10 @@ def select_rows(
                 selection.bad_rows.append(result)
     for name in unread_files(path):
         logger.info("prompts: %s is in no form that is read, and left out", name)
+    if selection.rejected:
+        kinds = Counter(row.kind for row in selection.rejected).most_common()
+        told = ", ".join(f"{kind} {count}" for kind, count in kinds)
+        logger.info("prompts: %d rows are left out: %s", len(selection.rejected), told)
     if num_shortened:
         logger.info(
             "prompts: %d rows are cut (prompts.too_long=%s), which leaves out %d supervised tokens",
@@ -144,7 +150,7 @@ def _examine(
         return _size_with_answers_to_come(row, renderer, regenerate.max_new_tokens, max_tokens)
     rendered = render_row(renderer, row)
     if not any(rendered.loss_mask):
-        return BadRow(row.line, "row must have an assistant turn to learn from, got none", row.file)
+        return BadRow(row.line, "row must have an assistant turn to learn from, got none", row.file, "no answer")
     samples = fit(renderer, row, rendered, max_tokens=max_tokens, too_long=too_long)
     if not samples:
         reason = f"row must have at most {max_tokens} tokens, got {len(rendered.input_ids)}"
@@ -159,7 +165,7 @@ def _size_with_answers_to_come(
 ) -> _Fitted | BadRow | TooLong:
     problem = row.why_not_answerable()
     if problem is not None:
-        return BadRow(row.line, f"{problem} with regenerate.enabled=false", row.file)
+        return BadRow(row.line, f"{problem} with regenerate.enabled=false", row.file, "not answerable")
     num_first = len(first_prompt_ids(renderer, row))
     reason = why_prompt_too_long(num_first, max_tokens)
     if reason is not None:

@@ -1,6 +1,7 @@
 """A store is read from any file system with the same results, and looked into as a `datasets` object."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import fsspec
@@ -10,6 +11,7 @@ from test_packs import bf16_samples, write_samples
 from test_store import assert_same, contents
 
 from eagle3.config import UserError
+from eagle3.features.commands import main
 from eagle3.features.location import Location, Piece
 from eagle3.features.store import FeatureStore
 from eagle3.features.view import as_dataset, as_table
@@ -86,6 +88,32 @@ def test_reading_opens_no_file_for_good(tmp_path: Path) -> None:
     for index in range(len(store)):
         store[index]
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_masks_and_ids_take_one_read_of_each_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_samples(tmp_path / "small", "bf16", bf16_samples())
+    merge = ["merge", str(tmp_path / "small"), str(tmp_path / "store"), "--shard-bytes", "8000"]
+    assert main(merge) == 0
+    store = FeatureStore(tmp_path / "store")
+    num_shards = len({entry.shard for entry in store.entries})
+    assert 1 < num_shards < len(store)
+    url = FeatureStore(upload(tmp_path / "store", "masks"))
+    masks = {store.entries[index].sample_id: store[index].loss_mask for index in range(len(store))}
+    reads: list[str] = []
+    real = Location.read_into
+
+    def read_into(location: Location, name: str, pieces: Sequence[Piece]) -> None:
+        reads.append(name)
+        real(location, name, pieces)
+
+    for number in {entry.shard for entry in url.entries}:
+        url.shard(number)  # with its header
+    monkeypatch.setattr(Location, "read_into", read_into)
+    for index, entry in enumerate(url.entries):
+        assert torch.equal(url.loss_mask(index), masks[entry.sample_id])
+    assert len(reads) == num_shards
+    url.token_counts(list(range(len(url))))
+    assert len(reads) <= 3 * num_shards
 
 
 @pytest.mark.filterwarnings("ignore")

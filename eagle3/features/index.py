@@ -115,19 +115,6 @@ def write_index(store_path: Path, records: Iterable[ShardRecord], writer: int = 
     write_atomically(store_path / index_name(writer), "".join(map(_line, records)))
 
 
-def rebuild_index(store_path: Path) -> None:
-    """Writes a store's index anew from its shards alone.
-
-    Raises:
-        UserError: a shard is damaged.
-    """
-    location = Location(store_path)
-    shards = [(number, size, Shard(location, number, size)) for number, size in shard_sizes(location).items()]
-    for path in store_path.glob("index-*.jsonl"):
-        path.unlink()
-    write_index(store_path, [ShardRecord(number, size, shard.entries) for number, size, shard in shards])
-
-
 def verify_store(where: Path | str, advance: Callable[[int], None] = lambda num_bytes: None) -> list[str]:
     """Reads every byte of a store and returns what is wrong, one sentence each; `advance` is told of shards done."""
     try:

@@ -37,6 +37,7 @@ class FeatureStore:
         self._records = {record.number: record for record in load_index(self.location)}
         self.entries = [entry for record in self._records.values() for entry in record.entries]
         self._shards: dict[int, Shard] = {}
+        self._latest_columns: dict[str, tuple[int, Tensor]] = {}  # by name: a shard's number, and its column
         self._checked: set[int] = set()  # samples whose checksum was right
         self._cache: dict[int, StoredSample] = {}
         self._cache_room = cache_bytes
@@ -154,11 +155,15 @@ class FeatureStore:
         return shard
 
     def _read_column(self, index: int, name: str) -> Tensor:
+        """Reads a small column of one sample: of its whole shard, once, since its neighbours are asked for next."""
         entry = self.entries[index]
         shard = self.shard(entry.shard)
-        tensor = shard.empty_rows(name, shard.rows_of(name, entry)[1])
-        shard.read_into(entry, {name: tensor})
-        return tensor
+        number, rows = self._latest_columns.get(name, (-1, torch.empty(0)))
+        if number != entry.shard:
+            rows = shard.read_column(name)
+            self._latest_columns[name] = (entry.shard, rows)
+        first, count = shard.rows_of(name, entry)
+        return rows[first : first + count]
 
     def _keep(self, index: int, stored: StoredSample) -> None:
         if stored.num_bytes > self._cache_room:

@@ -150,6 +150,8 @@ class DataConfig:
     shuffle_shards: int = 64  # shards that samples are drawn from at one time; all, if the store has no more
     read_threads: int = 4  # on each rank
     prefetch_steps: int = 2  # optimizer steps that wait in memory, on each rank
+    # Where the target's embedding lies: V x D on each GPU, or once in the host's memory, its rows coming with batches.
+    embeddings: Literal["device", "host"] = "device"
     cache_bytes: int = 0  # samples kept in memory, on each rank, for stores whose disk has no page cache
     seed: int = 0
 

@@ -233,6 +233,12 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(
     assert all(torch.equal(saved[name], tensor) for name, tensor in seen[0].read_state().items())
 
 
+def test_embeddings_of_the_host_are_those_of_the_device(base: TrainConfig, undisturbed: Path, tmp_path: Path) -> None:
+    data = dataclasses.replace(base.data, embeddings="host")
+    run_dir = train(dataclasses.replace(with_run(base, dir=str(tmp_path / "run")), data=data))
+    assert_same_bits(run_dir, undisturbed)
+
+
 def test_one_large_batch_equals_five_micro_steps(base: TrainConfig, undisturbed: Path, tmp_path: Path) -> None:
     many = with_batch_tokens(with_run(base, dir=str(tmp_path / "run")), 20)
     assert_same_training(train(many), undisturbed)
@@ -246,7 +252,8 @@ def test_one_large_batch_equals_two_ranks_with_deepspeed(
     config = with_batch_tokens(with_run(base, dir=str(tmp_path / "run"), deepspeed=f"zero{stage}"), 20)
     if stage == 2:
         config = with_batch_tokens(config, 16)
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, split_sequences=True))
+        data = dataclasses.replace(config.data, split_sequences=True, embeddings="host")
+        config = dataclasses.replace(config, data=data)
     facts = launch_worker(TWO_RANKS, config, tmp_path)
     assert [each["setup"] for each in facts] == [f"DeepSpeed ZeRO-{stage} over 2 ranks"] * 2
     assert [each["global_steps"] for each in facts] == [STEPS] * 2

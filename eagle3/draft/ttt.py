@@ -50,6 +50,7 @@ class PackedSequences:
     target_logz: Tensor | None  # (S,) fp32
     sample_ids: tuple[str, ...]  # one per document
     share: Share | None = None  # null: the documents are whole
+    embeds: Tensor | None = None  # (T, D) the tokens' embeddings; null: they are looked up where they are needed
 
     def to(self, device: torch.device | str) -> "PackedSequences":
         """Copies the tensors to a device, but for those that stay on the CPU."""
@@ -61,6 +62,7 @@ class PackedSequences:
             aux_hidden_states=self.aux_hidden_states.to(device, non_blocking=True),
             last_hidden_states=self.last_hidden_states.to(device, non_blocking=True),
             target_logz=None if self.target_logz is None else self.target_logz.to(device, non_blocking=True),
+            embeds=None if self.embeds is None else self.embeds.to(device, non_blocking=True),
         )
 
     def steps_per_row(self, ttt_steps: int) -> Tensor:  # (T,) int64, on the CPU
@@ -204,7 +206,10 @@ class Chains:
     def _first(self, rows: Tensor) -> tuple[Tensor, Tensor]:  # queries (R_0, n_q, d), residual (R_0, D)
         """Makes the keys and values of all tokens, and queries of the rows."""
         config, positions, weights = self._drafter.config, self._packed.positions, self._weights
-        self._embeds = embeds_heads(self._embed_tokens, self._packed.input_ids, weights, config.head_dim)
+        table, token_ids = self._embed_tokens, self._packed.input_ids
+        if self._packed.embeds is not None:
+            table, token_ids = self._packed.embeds, torch.arange(token_ids.numel(), device=token_ids.device)
+        self._embeds = embeds_heads(table, token_ids, weights, config.head_dim)
         hidden = self._drafter.fuse(self._packed.aux_hidden_states)  # (T, D)
         num_queries, num_keys = config.num_attention_heads, config.num_key_value_heads
         next_tokens = _next_tokens(self._packed)

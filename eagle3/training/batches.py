@@ -77,6 +77,7 @@ class Batches:
         ttt_steps: int,
         *,
         pin: bool = False,
+        embed_tokens: Tensor | None = None,
     ) -> None:
         """Takes the samples to train on, in the store's order; with `pin` they come in memory a GPU can copy from.
 
@@ -93,7 +94,7 @@ class Batches:
         self._config = config
         self._ranks = ranks
         self._ttt_steps = ttt_steps
-        self._reader = PackReader(store, config.read_threads, pin=pin)
+        self._reader = PackReader(store, config.read_threads, pin=pin, embed_tokens=embed_tokens)
         self._shards = [store.entries[index].shard for index in indices]
         self._order: tuple[int, list[int]] = (-1, [])  # of the latest epoch
         self.steps_per_epoch = -(-len(indices) // config.samples_per_step)

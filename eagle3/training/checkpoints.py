@@ -35,7 +35,7 @@ STEP_PATTERN = re.compile(r"step-(\d{6,})")
 # Settings that say where a run goes on, what it is called and how its samples are cut up; the others are the maths.
 FREE_SETTINGS = {
     "target", "tracking", "data.path", "data.batch_tokens", "data.split_sequences", "data.read_threads",
-    "data.prefetch_steps", "data.cache_bytes",
+    "data.prefetch_steps", "data.embeddings", "data.cache_bytes",
     "run.dir", "run.resume", "run.save_every", "run.validate_every", "run.log_every", "run.keep_last", "run.keep_best",
     "run.timeout", "run.patience", "run.stop_after", "run.deepspeed", "run.deterministic",
 }  # fmt: skip
@@ -55,6 +55,15 @@ class TrainState:
     validated_step: int | None = None  # the last step whose tau is known
     tau: float | None = None  # of that step
     num_worse: int = 0  # validations since the best one
+
+    def after_validation(self, tau: float) -> "TrainState":
+        """Returns the state with the held-out tau of its step; the untrained drafter is never the best."""
+        state = dataclasses.replace(self, validated_step=self.step, tau=tau)
+        if self.step == 0:
+            return dataclasses.replace(state, tau_untrained=tau)
+        if self.best_tau is None or tau > self.best_tau:
+            return dataclasses.replace(state, best_tau=tau, best_step=self.step, num_worse=0)
+        return dataclasses.replace(state, num_worse=self.num_worse + 1)
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ class TTTModule(nn.Module):
         self.target = target  # no parameters of this module: frozen, and of no concern to optimizer and checkpoints
         self.objective = objective
         self.bf16 = bf16
+        self.host_embeddings: Tensor | None = None  # (V, D) where the target has none: batches bring their rows
         self.memory_plan: MemoryPlan | None = None  # set on a GPU: what of a micro-batch is made again
 
     def autocast(self) -> torch.autocast:

@@ -54,15 +54,17 @@ class CodedPack:
         """Returns every tensor that `to` moves."""
         tokens, states = self.tokens, (self.aux, self.last)
         parts = [each for one in states for each in (one.codes, one.scales, one.outlier_columns, one.outliers)]
-        parts += [tokens.input_ids, tokens.positions, tokens.target_logz]
+        parts += [tokens.input_ids, tokens.positions, tokens.target_logz, tokens.embeds]
         return [part for part in parts if part is not None]
 
 
 class PackReader:
     """Reads samples side by side into memory that a GPU can copy from."""
 
-    def __init__(self, store: FeatureStore, num_threads: int, *, pin: bool) -> None:
+    def __init__(self, store: FeatureStore, num_threads: int, *, pin: bool, embed_tokens: Tensor | None = None) -> None:
+        """With `embed_tokens` (V, D), in the host's memory, packs come with the rows of their tokens."""
         self._store = store
+        self._embed_tokens = embed_tokens
         self._pin = pin
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="reader")
 
@@ -112,9 +114,17 @@ class PackReader:
             last_hidden_states=nothing,
             target_logz=columns.get("target_logz"),
             sample_ids=tuple(entry.sample_id for entry in entries),
+            embeds=self._embeds(columns["input_ids"].long()),
         )
         aux, last = coded_states(columns, "aux"), coded_states(columns, "last")
         return CodedPack(tokens, aux, last, store.dtype, store.manifest.hidden_size)
+
+    def _embeds(self, input_ids: Tensor) -> Tensor | None:  # (T,) -> (T, D)
+        if self._embed_tokens is None:
+            return None
+        shape = (input_ids.numel(), self._embed_tokens.shape[1])
+        rows = torch.empty(shape, dtype=self._embed_tokens.dtype, pin_memory=self._pin)
+        return torch.index_select(self._embed_tokens, 0, input_ids, out=rows)
 
     def _pinned(self, tensor: Tensor) -> Tensor:
         return tensor.pin_memory() if self._pin else tensor

@@ -95,6 +95,7 @@ def share_of(whole: CodedPack, ranks: Ranks, ttt_steps: int) -> CodedPack:
         target_logz=None if tokens.target_logz is None else _rows(tokens.target_logz, last),
         sample_ids=tokens.sample_ids * len(lengths),
         share=share,
+        embeds=None if tokens.embeds is None else _rows(tokens.embeds, kept),
     )
     return replace(whole, tokens=part, aux=_state_rows(whole.aux, kept), last=_state_rows(whole.last, last))
 

@@ -35,7 +35,7 @@ from eagle3.training.results import HELD_OUT, facts, show_inputs, show_results
 from eagle3.training.saves import Saver
 from eagle3.training.sequence_split import Ranks
 from eagle3.training.stopping import StopSignal, has_ended
-from eagle3.training.validation import Validation, validate
+from eagle3.training.validation import validate
 from eagle3.training.watch import Watch
 
 logger = logging.getLogger(__name__)
@@ -87,8 +87,13 @@ def train(config: TrainConfig) -> Path:
 
 def train_among_ranks(config: TrainConfig, inputs: Inputs, accelerator: Accelerator, world: World) -> Path:
     """Trains as one of the ranks, which have met; returns the run's directory."""
-    target = inputs.target.to(world.device, TARGET_DTYPES[config.target.dtype])
+    dtype, weights = TARGET_DTYPES[config.target.dtype], inputs.target
+    on_host = config.data.embeddings == "host"
+    kept = dataclasses.replace(weights, embed_tokens=weights.embed_tokens[:0]) if on_host else weights
+    target = kept.to(world.device, dtype)
     module = TTTModule(inputs.drafter, target, config.objective, bf16=config.run.mixed_precision == "bf16")
+    # As the file has them they stay mapped, so that the ranks of a machine share them.
+    module.host_embeddings = weights.embed_tokens.to(dtype) if on_host else None
     engine = Engine(config, accelerator, world, module)
     precision = "bf16 with fp32 master weights" if module.bf16 else "fp32"
     logger.info("%s on %s, %s", engine.setup, world.device, precision)
@@ -108,6 +113,7 @@ def train_among_ranks(config: TrainConfig, inputs: Inputs, accelerator: Accelera
         config.data,
         Ranks.of(world.rank, world.size),
         config.objective.ttt_steps,
+        embed_tokens=module.host_embeddings,
         pin=world.device.type == "cuda",
     )
     num_steps = config.run.epochs * batches.steps_per_epoch
@@ -238,7 +244,7 @@ def validate_and_export(
         )
         if validation is None:
             return None
-        state = after_validation(state, validation)
+        state = state.after_validation(validation.acceptance.tau)
         is_best = state.best_step == state.step
         log.write_validation(state.step, validation, is_best=is_best)
         if is_best and run.engine.world.is_main:
@@ -253,17 +259,6 @@ def validate_and_export(
             )
             write_questions(run.dir / QUESTIONS_NAME, {HELD_OUT: validation.questions})
         return state
-
-
-def after_validation(state: TrainState, validation: Validation) -> TrainState:
-    """Returns the state with a validation of its step; the untrained drafter is never the best."""
-    tau = validation.acceptance.tau
-    state = dataclasses.replace(state, validated_step=state.step, tau=tau)
-    if state.step == 0:
-        return dataclasses.replace(state, tau_untrained=tau)
-    if state.best_tau is None or tau > state.best_tau:
-        return dataclasses.replace(state, best_tau=tau, best_step=state.step, num_worse=0)
-    return dataclasses.replace(state, num_worse=state.num_worse + 1)
 
 
 def begin_or_resume(config: TrainConfig, inputs: Inputs, engine: Engine) -> tuple[Path, TrainState]:

@@ -56,7 +56,7 @@ def validate(
     questions: list[Question] = []
     packs = deal([store.entries[index].num_tokens for index in indices], batch_tokens, world.size)
     bar = bars.add_task("held-out samples", total=len(indices) / world.size)
-    reader = PackReader(store, READ_THREADS, pin=world.device.type == "cuda")
+    reader = PackReader(store, READ_THREADS, pin=world.device.type == "cuda", embed_tokens=module.host_embeddings)
     wanted = ([indices[i] for i in members] for members in packs[world.rank :: world.size] if members)
     for coded in prefetched(reader.read, wanted, depth=2):
         watch.at("validation", step)

@@ -21,7 +21,7 @@ from eagle3.draft.acceptance import summarise
 from eagle3.draft.export import export_drafter
 from eagle3.draft.questions import read_questions
 from eagle3.draft.target_weights import load_target_config
-from eagle3.evaluation import serving
+from eagle3.evaluation import compare, serving
 from eagle3.evaluation.cells import Asking, Cell, ServingReport, context_bucket
 from eagle3.evaluation.run import evaluate
 from eagle3.evaluation.served import ServedAnswer, ServerFacts, SGLangClient
@@ -125,8 +125,10 @@ def test_every_server_is_measured_and_compared(
     assert lines[0]["token_ids"][:9] == list(range(20, 29))
     assert sum(line["simulated_rounds"] for line in lines[:4]) == first["simulated"]["rounds"]
     questions = read_questions(tmp_path / "out" / "questions.jsonl")
-    assert list(questions)[:3] == ["2, T=0", "2, T=0, simulated", "2, T=1"]
-    assert summarise([each.answer for each in questions["2, T=0"]], seed=0).tau == first["acceptance"]["tau"]
+    assert list(questions)[:4] == ["trained", "simulated", "2, T=1", "2, T=1, simulated"]
+    assert summarise([each.answer for each in questions["trained"]], seed=0).tau == first["acceptance"]["tau"]
+    assert (result["tau_trained"], result["num_draft_tokens"]) == (2.0, 2)
+    assert compare.main(["--verify", str(tmp_path / "out")]) == 0
     page, markdown = ((tmp_path / "out" / f"report.{kind}").read_text() for kind in ("html", "md"))
     for name in NAMES:
         assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")

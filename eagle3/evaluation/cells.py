@@ -101,14 +101,13 @@ class Served:
             for index, (name, group, prompt, answer) in enumerate(turns)
         ]
 
-    def questions(self) -> dict[str, list[Question]]:
-        """Returns each answer's counters, by what they are called."""
+    def questions(self, called: str, simulated_called: str) -> dict[str, list[Question]]:
+        """Returns each answer's counters, under these names; those that there are."""
         firsts: dict[str, str] = {}  # a conversation goes by its first prompt
         for name, prompt in zip(self.asking.sample_ids, self.asking.prompts, strict=True):
             firsts.setdefault(name, prompt_digest(prompt))
         loops = [is_looping(answer.token_ids) for answer in self.answers]
-        called = f"{self.server}, T={self.temperature:g}"
-        counted = {called: self.rounds, f"{called}, simulated": self.simulated}
+        counted = {called: self.rounds, simulated_called: self.simulated}
         return {
             measure: [Question(firsts[each.sample_id], loop, each) for each, loop in zip(rounds, loops, strict=True)]
             for measure, rounds in counted.items()
@@ -132,8 +131,13 @@ class ServingReport:
         return len(self.served[0].answers) if self.served else 0
 
     def questions(self) -> dict[str, list[Question]]:
-        """Returns the counters of every answer, by server and temperature."""
-        return {name: questions for served in self.served for name, questions in served.questions().items()}
+        """Returns the counters of every answer, by server and temperature; the first ones are what runs compare."""
+        found: dict[str, list[Question]] = {}
+        for index, served in enumerate(self.served):
+            name = f"{served.server}, T={served.temperature:g}"
+            names = ("trained", "simulated") if index == 0 else (name, f"{name}, simulated")
+            found |= served.questions(*names)
+        return found
 
     def speed_up(self, cell: Cell) -> float | None:
         """Returns a cell's tokens per second over the plain server's at the same temperature and concurrency."""

@@ -35,8 +35,8 @@ class Best:
 
     step: int
     tau: float
-    low: float
-    high: float
+    low: float | None  # None: the run does not say
+    high: float | None
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def _best(training: Run | None) -> Best | None:
         return None
     step = max(steps, key=lambda each: (taus[each], -each))
     lows, highs = training.curve("held_out/tau_low"), training.curve("held_out/tau_high")
-    return Best(step, taus[step], lows[step], highs[step])
+    return Best(step, taus[step], lows.get(step), highs.get(step))
 
 
 def _cost(contenders: Sequence[Contender]) -> dict[str, list[float | None]]:
@@ -192,8 +192,8 @@ def _cost(contenders: Sequence[Contender]) -> dict[str, list[float | None]]:
     return {
         hours: [None if run is None else _device_hours(run) for run in trainings],
         "tokens trained on": [None if run is None else run.total("num_tokens") for run in trainings],
-        "store, tokens": [None if run is None else float(run.provenance["store"]["num_tokens"]) for run in trainings],
-        "store, bytes": [None if run is None else float(run.provenance["store"]["num_bytes"]) for run in trainings],
+        "store, tokens": [None if run is None else run.provenance["store"].get("num_tokens") for run in trainings],
+        "store, bytes": [None if run is None else run.provenance["store"].get("num_bytes") for run in trainings],
         "parameters": [None if run is None else float(run.provenance["num_parameters"]) for run in trainings],
     }
 
@@ -213,7 +213,7 @@ def _facts(contender: Contender) -> dict[str, Any]:
             values = by_dotted_name(run.provenance.get(section, {}))
             found |= {f"{prefix}{section} {name}": value for name, value in values.items() if name != "drafter"}
         if "store" in run.provenance:
-            found[f"{prefix}store digest"] = run.provenance["store"]["digest"]
+            found[f"{prefix}store digest"] = run.provenance["store"].get("digest")
     return found
 
 

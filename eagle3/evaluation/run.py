@@ -88,7 +88,7 @@ def _evaluate_serving(config: EvaluateConfig, board: Board) -> dict[str, Any]:
 def _write_figures(report: ServingReport, config: EvaluateConfig) -> dict[str, Any]:
     """Writes answers, their counters, and the figures; returns the figures."""
     out = Path(config.out)
-    result = serving_report.to_dict(report) | {"config": config_to_dict(config), "git": git_state()}
+    result = serving_report.to_dict(report, config.seed) | {"config": config_to_dict(config), "git": git_state()}
     lines = [json.dumps(line) + "\n" for served in report.served for line in served.lines()]
     write_whole(out / ANSWERS_NAME, "".join(lines))
     write_questions(out / QUESTIONS_NAME, report.questions())

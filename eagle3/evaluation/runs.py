@@ -6,6 +6,7 @@ Either way a run is what its provenance, its metric lines and its questions say;
 import dataclasses
 import json
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,29 +135,37 @@ def _metric_lines(path: Path) -> list[dict[str, float]]:
     *whole, rest = path.read_bytes().split(b"\n")
     if rest:
         logger.warning("the last line of %s is left out: its process was killed before it was whole", path)
-    found = []
+    found, num_left_out = [], 0
     for number, line in enumerate(whole, start=1):
         try:
-            values = curves(json.loads(line))
+            values = {name: float(value) for name, value in curves(json.loads(line)).items()}
             values["step"] = int(values["step"])
         except (ValueError, TypeError, AttributeError, KeyError, OverflowError):
             raise UserError(
                 f"every line of {METRICS_NAME} must be a JSON object with a step and numbers, got {line[:60]!r} "
                 f"({path}, line {number}); restore the file, or name another run"
             ) from None
-        found.append(values)
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        num_left_out += len(values) - len(finite)
+        found.append(finite)
+    if num_left_out:
+        logger.warning("%d values of %s are left out: they are no finite numbers", num_left_out, path)
     return found
 
 
 def _headlines(path: Path) -> dict[str, float]:
     try:
         values = json.loads(path.read_bytes())
-        return {"step": 0, **{name: value for name, value in values.items() if isinstance(value, int | float)}}
-    except (ValueError, AttributeError):
+        return {"step": 0, **{name: float(value) for name, value in values.items() if _is_finite(value)}}
+    except (ValueError, AttributeError, OverflowError):
         raise UserError(
             f"{RESULT_NAME} must be the JSON object that an evaluation wrote, got something else ({path}); "
             f"evaluate again, or restore the file"
         ) from None
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def make_run(
@@ -172,6 +181,9 @@ def make_run(
         UserError: it does not say of itself what a comparison needs.
     """
     identity = Identity(**provenance["run"])
+    named = [identity.id, identity.name, identity.group, identity.job_type]
+    if not isinstance(identity.inputs, list) or not all(isinstance(each, str) for each in [*named, *identity.inputs]):
+        raise UserError(f"a run's identity must be text, got {provenance['run']} ({source}); name another run")
     if identity.job_type not in NEEDED:
         raise UserError(
             f"a run's job type must be one of {', '.join(NEEDED)}, got {identity.job_type!r} ({source}); "
@@ -184,8 +196,35 @@ def make_run(
             f"a run to compare must say its {', '.join(NEEDED[identity.job_type])} and config, got none or another "
             f"kind of {names} ({source}); name a run that this version wrote"
         )
+    if wrong := _other_kinds(identity.job_type, provenance, config):
+        raise UserError(
+            f"a run to compare must say what it read and made in the form that this version writes, got "
+            f"{', '.join(wrong)} ({source}); restore its files, or name another run"
+        )
     rest = {name: value for name, value in provenance.items() if name not in ("config", "run")}
     return Run(source, identity, rest, dict(config), list(lines), questions)
+
+
+def _other_kinds(job_type: str, provenance: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """Returns the values that are not of the kind that a comparison reads, by name; what is not said is unknown."""
+    prompts, store = config.get("prompts"), provenance.get("store") or {}
+    path = prompts.get("path") if isinstance(prompts, Mapping) else None
+    checked: dict[str, tuple[Any, bool]] = {
+        "digests": (provenance.get("digests"), isinstance(provenance.get("digests", {}), Mapping)),
+        "config.drafter": (config.get("drafter"), isinstance(config.get("drafter"), str | None)),
+        "config.prompts": (prompts, isinstance(prompts, Mapping | None)),
+        "config.prompts.path": (path, isinstance(path, str | None)),
+    }
+    if job_type == "evaluate":
+        seed = config.get("seed")
+        checked["config.seed"] = (seed, type(seed) is int and 0 <= seed < 2**63)
+    if job_type == "train":
+        for name in ("num_tokens", "num_bytes"):
+            is_right = store.get(name) is None or (type(store[name]) is int and 0 <= store[name] < 2**63)
+            checked[f"store.{name}"] = (store.get(name), is_right)
+        for name in ("num_draft_tokens", "num_parameters"):
+            checked[name] = (provenance[name], 0 <= provenance[name] < 2**63)
+    return [f"{name}={str(value)[:40]}" for name, (value, is_right) in checked.items() if not is_right]
 
 
 def line_up(runs: Iterable[Run]) -> list[Contender]:

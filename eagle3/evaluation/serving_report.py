@@ -11,7 +11,9 @@ from rich.table import Table
 
 from eagle3.evaluation.cells import PLAIN, Cell, ServingReport
 from eagle3.evaluation.page import STYLE, html_table
+from eagle3.evaluation.report import measure
 from eagle3.evaluation.serving import NEAR_TIE
+from eagle3.evaluation.simulate import parse_speculation
 from eagle3.evaluation.tables import TextTable
 
 
@@ -133,13 +135,21 @@ def print_report(report: ServingReport, console: Console) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def to_dict(report: ServingReport) -> dict[str, Any]:
+def to_dict(report: ServingReport, seed: int) -> dict[str, Any]:
     """Returns the report for JSON, with what follows from its figures; the answers have files of their own."""
     cells = [
         dataclasses.asdict(cell) | {"tokens_per_second": cell.tokens_per_second, "speed_up": report.speed_up(cell)}
         for cell in report.cells
     ]
-    return {
+    measured = {name: measure(questions, seed) for name, questions in report.questions().items()}
+    figures: dict[str, Any] = {f"tau_{name}": each.all_answers.tau for name, each in measured.items()}
+    if "trained" in measured:
+        figures["num_draft_tokens"] = parse_speculation(report.served[0].server).num_steps
+    for name, each in measured.items():
+        figures[name] = {"all_answers": dataclasses.asdict(each.all_answers), "without_loops": None}
+        if each.without_loops is not None:
+            figures[name]["without_loops"] = dataclasses.asdict(each.without_loops)
+    return figures | {
         "cells": cells,
         "agreements": [dataclasses.asdict(each) for each in report.agreements],
         "facts": {name: dataclasses.asdict(facts) for name, facts in report.facts.items()},

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eagle3.evaluation.comparison import MEASURES, Comparison, Verdict
+from eagle3.evaluation.comparison import MEASURES, Best, Comparison, Verdict
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,13 @@ def _best_rows(comparison: Comparison) -> list[list[str]]:
         return []
     return [
         ["step", *("-" if best is None else str(best.step) for best in comparison.best)],
-        ["tau", *("-" if b is None else f"{b.tau:.3f} ({b.low:.3f}-{b.high:.3f})" for b in comparison.best)],
+        ["tau", *("-" if best is None else _best_tau(best) for best in comparison.best)],
     ]
+
+
+def _best_tau(best: Best) -> str:
+    interval = "unknown" if best.low is None or best.high is None else f"{best.low:.3f}-{best.high:.3f}"
+    return f"{best.tau:.3f} ({interval})"
 
 
 def _number_rows(rows: dict[str, list[float | None]], show: Callable[[float], str]) -> list[list[str]]:

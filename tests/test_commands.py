@@ -221,6 +221,8 @@ def test_what_a_codec_took_is_remembered(tmp_path: Path, capsys: pytest.CaptureF
     run("convert", tmp_path / "coded", tmp_path / "back", "--codec", "bf16")
     assert "states that were int8 stay as that left them: bf16 brings nothing back" in capsys.readouterr().out
     assert FeatureStore(tmp_path / "back").manifest.engine_facts == {"coded_before": ["int8"]}
+    with pytest.raises(UserError, match=r"went through the same codecs before, got \['int8'\] there and None in the"):
+        run("convert", source, tmp_path / "back", "--codec", "bf16")
     run("stats", tmp_path / "back")
     assert "errors: not measured, the states of this store are coded already (int8)" in capsys.readouterr().out
     run("convert", tmp_path / "back", tmp_path / "again", "--codec", "fp8")

@@ -28,7 +28,7 @@ from eagle3.features.manifest import Manifest
 from eagle3.features.record import FeatureSample, is_held_out, supervised_rows
 from eagle3.features.shard import IndexEntry, shard_path, sync_shard, write_shard
 from eagle3.features.store import FeatureStore
-from eagle3.features.stored import StoredSample
+from eagle3.features.stored import COLUMNS, StoredSample
 from eagle3.features.writer import FeatureWriter, QuotaReached
 
 HIDDEN, VOCAB = 8, 50
@@ -202,6 +202,12 @@ def test_the_checksum_is_xxh3_128_of_id_names_and_bytes(tmp_path: Path) -> None:
         digest.update(name.encode())
         digest.update(getattr(sample, name).view(torch.uint8).numpy().tobytes())
     assert FeatureStore(tmp_path).entries[0].checksum == digest.hexdigest()
+
+
+def test_the_page_of_the_format_names_the_columns_in_the_order_of_the_checksum() -> None:
+    page = (Path(__file__).resolve().parents[1] / "docs" / "STORE.md").read_text()
+    (listed,) = re.findall(r"in this order: ([^.]*)\.", page)
+    assert re.findall(r"`(\w+)`", listed) == list(COLUMNS)
 
 
 def test_samples_outlive_their_shard(tmp_path: Path) -> None:

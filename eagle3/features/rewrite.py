@@ -158,6 +158,12 @@ def count_begun(selection: Selection, path: Path, manifest: Manifest) -> int:
         return 0
     begun = FeatureStore(path)
     check_same_capture(begun.manifest, manifest, path)
+    before, now = (each.engine_facts.get(CODED_BEFORE) for each in (begun.manifest, manifest))
+    if before != now:
+        raise UserError(
+            f"a store that is gone on with must be of states that went through the same codecs before, got {before} "
+            f"there and {now} in the sources ({path}); choose another directory"
+        )
     # The bytes of a sample that is copied are those of its source; coded anew, they may be another device's.
     wanted = {
         entry.sample_id: entry.checksum if store.manifest.codec == manifest.codec else None

@@ -245,6 +245,22 @@ def test_stats_of_states_that_are_not_there(tmp_path: Path, capsys: pytest.Captu
     assert "nan" not in printed
 
 
+def test_states_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    sample = bf16_sample("broken", [0, 0, 1, 1])
+    sample.aux_hidden_states[1, 3] = float("nan")
+    with FeatureWriter(tmp_path / "source", WIDE, shard_bytes=4000) as writer:
+        writer.write(bf16_sample("whole", [0, 0, 1, 1]))
+        writer.write(sample)
+    with pytest.raises(
+        FloatingPointError, match=r"states must be finite to be measured, got others \(sample 'broken'\)"
+    ):
+        run("stats", tmp_path / "source")
+    with pytest.raises(
+        FloatingPointError, match=r"must be finite, got nan \(sample 'broken'\); capture it again, drop"
+    ):
+        run("convert", tmp_path / "source", tmp_path / "out", "--codec", "int8")
+
+
 def test_odd_ids_are_shown_as_they_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ["a\nb", "\x1b[31mred", "", "line\u2028end", "caf\u00e9"]
     with FeatureWriter(tmp_path / "source", WIDE, shard_bytes=4000) as writer:

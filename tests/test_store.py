@@ -483,6 +483,7 @@ def test_a_path_without_a_store_is_refused(tmp_path: Path) -> None:
             r"must have the fields of format 1, got no engine, an unknown motor",
         ),
         (lambda text: text.replace('"format_version": 1', '"format_version": true'), r"must be 1, got True"),
+        (lambda text: text.replace('"bfloat16"', '"float32"'), r"fp32, int8 or fp8 for states in float32, got bf16"),
         (lambda text: text.replace('"last_rows": "supervised"', '"last_rows": "some"'), r"or all, got 'some'"),
         (lambda text: text.replace('"tokenizer_digest": "t0"', '"tokenizer_digest": 5'), r"must be text, got 5"),
         (lambda text: text.replace('"git_commit": "abc"', '"git_commit": 5'), r"must be text or null, got 5"),

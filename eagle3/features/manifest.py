@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from eagle3.config import UserError
-from eagle3.features.codec import CODE_DTYPES, Codec
+from eagle3.features.codec import CODE_DTYPES, EXACT_CODECS, LARGEST_CODE, Codec
 from eagle3.features.location import Location
 
 FORMAT_VERSION = 1
@@ -128,6 +128,12 @@ def load_manifest(location: Location) -> Manifest:
         )
         if not is_right
     ]
+    if not problems:
+        exact = EXACT_CODECS[DTYPES[values["dtype"]]]
+        if values["codec"] not in (exact, *LARGEST_CODE):
+            problems.append(
+                f"codec must be {exact}, int8 or fp8 for states in {values['dtype']}, got {values['codec']}"
+            )
     if problems:
         raise UserError(f"{'; '.join(problems)} ({path}); restore it from a copy")
     return Manifest(**{**values, "capture_layers": tuple(values["capture_layers"])})

@@ -72,7 +72,11 @@ class CodecError:
 
 
 def errors_of_codecs(store: FeatureStore, num_samples: int, advance: Callable[[int], None]) -> list[CodecError]:
-    """Measures what each lossy codec would make of the first samples; nothing of states that a lossy one had before."""
+    """Measures what each lossy codec would make of the first samples; nothing of states that a lossy one had before.
+
+    Raises:
+        FloatingPointError: a state is not finite.
+    """
     if store.manifest.codec in LARGEST_CODE or CODED_BEFORE in store.manifest.engine_facts:
         return []
     hidden_size, layers = store.manifest.hidden_size, store.manifest.capture_layers
@@ -81,6 +85,11 @@ def errors_of_codecs(store: FeatureStore, num_samples: int, advance: Callable[[i
     num_rows = 0
     for index in range(min(num_samples, len(store))):
         sample = store[index]
+        if not all(bool(part.isfinite().all()) for part in (sample.aux_hidden_states, sample.last_hidden_states)):
+            raise FloatingPointError(
+                f"states must be finite to be measured, got others (sample {sample.sample_id!r}); capture it again, or "
+                f"drop it"
+            )
         firsts.append(num_rows)
         num_rows += sample.input_ids.numel()
         pieces = sample.aux_hidden_states.split(hidden_size, 1)

@@ -108,7 +108,7 @@ def encode_sample(
             if kept is not None and not bool(kept.isfinite().all()):
                 raise FloatingPointError(
                     f"{part}_hidden_states must be finite, got {float(kept[~kept.isfinite()][0])} "
-                    f"(sample {sample.sample_id!r}); capture it again, or set store.codec=exact to see it"
+                    f"(sample {sample.sample_id!r}); capture it again, drop it, or keep it as it is in an exact codec"
                 )
     present = {name: columns[name] for name in COLUMNS}
     return StoredSample(sample.sample_id, {name: each.cpu() for name, each in present.items() if each is not None})

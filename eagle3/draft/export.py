@@ -19,6 +19,7 @@ from eagle3.config import UserError
 from eagle3.draft.model import DrafterConfig, Eagle3Drafter
 from eagle3.draft.serving_config import (
     IDS_ARE_BOUNDARIES,
+    RECORD_KEY,
     from_serving_config,
     served_layer_ids,
     target_architecture,
@@ -44,7 +45,6 @@ WEIGHT_NAMES = (
     "norm.weight",
     "lm_head.weight",
 )
-RECORD_KEY = "eagle3"  # of config.json: what the drafter was trained on
 TRAINED_ON = ("target_config_digest", "target_revision", "tokenizer_digest", "chat_template_digest")  # of a store
 FILE_NAMES = ("config.json", "model.safetensors", "README.md")
 
@@ -146,8 +146,11 @@ def load_drafter(directory: Path, target_config: dict[str, Any]) -> Eagle3Drafte
             "former (%s)",
             config.max_position_embeddings, target_config["max_position_embeddings"], config_path,
         )  # fmt: skip
+    with torch.device("meta"):  # sizes that no file has would take memory that no machine has
+        expected = {name: tuple(tensor.shape) for name, tensor in Eagle3Drafter(config).state_dict().items()}
+    tensors = _checked_tensors(_read_tensors(directory), config, expected, directory)
     drafter = Eagle3Drafter(config)
-    drafter.load_state_dict(_checked_tensors(_read_tensors(directory), drafter, directory))
+    drafter.load_state_dict(tensors)
     return drafter
 
 
@@ -180,12 +183,12 @@ def _read_tensors(directory: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _checked_tensors(tensors: dict[str, Tensor], drafter: Eagle3Drafter, directory: Path) -> dict[str, Tensor]:
+def _checked_tensors(
+    tensors: dict[str, Tensor], config: DrafterConfig, expected: dict[str, tuple[int, ...]], directory: Path
+) -> dict[str, Tensor]:
     """Returns the tensors with d2t and t2d where those may be left out, once names, shapes and maps are right."""
-    config = drafter.config
     if config.draft_vocab_size == config.vocab_size:
         tensors = {"d2t": torch.zeros(config.vocab_size, dtype=torch.int64)} | tensors
-    expected = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
     problems = [f"- missing: {name} {expected[name]}" for name in sorted(expected.keys() - tensors.keys() - {"t2d"})]
     for name, tensor in tensors.items():
         if name not in expected:

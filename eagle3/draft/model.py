@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from eagle3.cli import one_line
 from eagle3.config import UserError
 from eagle3.draft.fusion import RmsNorm, RopeTables, apply_rope
 
@@ -249,7 +250,21 @@ class Eagle3Drafter(nn.Module):
 
 
 def _rotary_embedding(config: DrafterConfig) -> LlamaRotaryEmbedding:
-    """Reads the frequencies from transformers, so that every RoPE type means what it means there."""
+    """Reads the frequencies from transformers, so that every RoPE type means what it means there.
+
+    Raises:
+        UserError: transformers makes none of these parameters.
+    """
+    try:
+        return _llama_rotary_embedding(config)
+    except Exception as error:  # it checks some parameters, and computes with the others
+        raise UserError(
+            f"rope_parameters must be ones that transformers computes, got {config.rope_parameters} "
+            f"({one_line(error)}); write the base and scaling that the drafter was trained with"
+        ) from error
+
+
+def _llama_rotary_embedding(config: DrafterConfig) -> LlamaRotaryEmbedding:
     llama = LlamaConfig(
         hidden_size=config.num_attention_heads * config.head_dim,  # only head_dim matters; this one always divides
         num_attention_heads=config.num_attention_heads,

@@ -3,7 +3,7 @@
 Layer ids in it are not boundaries: the target's class in SGLang turns them into boundaries, and not all classes alike.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from eagle3.draft.model import DrafterConfig
 from eagle3.draft.target_weights import check_capture_layers, default_capture_layers, rms_norm_eps, rope_parameters
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
+RECORD_KEY = "eagle3"  # of config.json: what the drafter was trained on
 
 # SGLang's `set_eagle3_layers_to_capture` of these takes ids as boundaries, but adds 1 to each if the first is 1; every
 # other class always adds 1. Source: SGLang 0.5.23, srt/models/deepseek_v2.py and its subclasses, glm4_moe_lite.py,
@@ -41,6 +42,22 @@ PLAIN_SWITCHES: dict[str, Any] = {
     "hidden_act": "silu",
     "quantization_config": None,
 }
+
+NEEDED_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
+A_SIZE = "an integer of 1 or more"
+# Wherever they stand: when they are right, in code and in words. RoPE divides by the logarithm of its base.
+NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
+    "rms_norm_eps": (lambda value: 0 <= value < 1, "a number from 0 to below 1"),
+    "rope_theta": (lambda value: value > 1, "a number above 1"),
+}
+LARGEST_NUMBER = 1e30  # whatever is above it, nan among it, is none of these
 
 
 def served_layer_ids(capture_layers: Sequence[int], architecture: str) -> list[int]:
@@ -172,30 +189,18 @@ def _config_problems(stored: dict[str, Any], target_config: dict[str, Any]) -> l
             f"- architectures={stored.get('architectures')!r}, wanted {[ARCHITECTURE]!r}: SGLang builds another model"
         )
     # What LlamaConfig would put in their place is no drafter: 32 layers, 2,048 positions.
-    needed = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"]
-    for key in [*needed, "max_position_embeddings"]:
-        if not _is_size(stored.get(key)):
-            problems.append(f"- {key}={stored.get(key)!r}, wanted an integer of 1 or more")
-    for key in ("num_key_value_heads", "head_dim", "num_aux_hidden_states"):
-        if stored.get(key) is not None and not _is_size(stored[key]):
-            problems.append(f"- {key}={stored[key]!r}, wanted an integer of 1 or more")
-    for key in ("rms_norm_eps", "rope_theta"):
-        if stored.get(key) is not None and not isinstance(stored[key], int | float):
-            problems.append(f"- {key}={stored[key]!r}, wanted a number")
-    for key in ("eagle_config", "rope_scaling", "rope_parameters"):
-        if stored.get(key) is not None and not isinstance(stored[key], dict):
-            problems.append(f"- {key}={stored[key]!r}, wanted an object")
+    for key in NEEDED_SIZES:
+        if stored.get(key) is None:
+            problems.append(f"- {key}={stored.get(key)!r}, wanted {A_SIZE}")
+    problems += wrong_kinds(stored)
     if "draft_vocab_size" in stored and stored["draft_vocab_size"] is None:
         problems.append(
             "- draft_vocab_size=None: SGLang then serves the target's own head; put that head into the file as "
             "lm_head.weight and its number of rows here"
         )
-    elif not _is_size(stored.get("draft_vocab_size")):
-        problems.append(f"- draft_vocab_size={stored.get('draft_vocab_size')!r}, wanted an integer of 1 or more")
+    elif "draft_vocab_size" not in stored:
+        problems.append(f"- draft_vocab_size=None, wanted {A_SIZE}")
     eagle_config = stored["eagle_config"] if isinstance(stored.get("eagle_config"), dict) else {}
-    layer_ids = eagle_config.get("eagle_aux_hidden_state_layer_ids")
-    if layer_ids is not None and not (isinstance(layer_ids, list) and all(isinstance(i, int) for i in layer_ids)):
-        problems.append(f"- eagle_aux_hidden_state_layer_ids={layer_ids!r}, wanted a list of integers")
     for key, plain in PLAIN_SWITCHES.items():
         value = eagle_config.get(key, stored.get(key, plain))
         if value != plain:
@@ -212,5 +217,42 @@ def _config_problems(stored: dict[str, Any], target_config: dict[str, Any]) -> l
     return problems
 
 
+def wrong_kinds(stored: Mapping[str, Any]) -> list[str]:
+    """Returns the values of a config.json that are of another kind than engines read; what is left out has no kind."""
+    problems = [
+        f"- {key}={_short(stored[key])}, wanted {A_SIZE}"
+        for key in (*NEEDED_SIZES, "draft_vocab_size", "num_key_value_heads", "head_dim", "num_aux_hidden_states")
+        if stored.get(key) is not None and not _is_size(stored[key])
+    ]
+    objects: dict[str, Mapping[str, Any]] = {"": stored}
+    for key in ("eagle_config", "rope_scaling", "rope_parameters", RECORD_KEY):
+        value = stored.get(key)
+        if isinstance(value, Mapping):
+            objects[f"{key}."] = value
+        elif value is not None:
+            problems.append(f"- {key}={_short(value)}, wanted an object")
+    for where, values in objects.items():
+        for key, (is_right, wanted) in NUMBERS.items():
+            if key in values and not (_is_number(values[key]) and is_right(values[key])):
+                problems.append(f"- {where}{key}={_short(values[key])}, wanted {wanted}")
+        for key in ("eagle_aux_hidden_state_layer_ids", "capture_layers"):
+            if values.get(key) is not None and not _are_ids(values[key]):
+                problems.append(f"- {where}{key}={_short(values[key])}, wanted a list of integers")
+    return problems
+
+
 def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return type(value) is int and 1 <= value < 2**31
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < LARGEST_NUMBER
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:40] + "..."

@@ -10,9 +10,9 @@ from typing import Any
 from rich.console import Console
 
 from eagle3.config import UserError
-from eagle3.evaluation.doctor.evidence import Evidence, Share, check_on_store, try_layers
+from eagle3.evaluation.doctor.evidence import Evidence, Share, check_loadable, check_on_store, try_layers
 from eagle3.evaluation.doctor.files import DrafterFiles, Finding, read_drafter_files
-from eagle3.evaluation.doctor.names import check_names, check_shapes, other_algorithm
+from eagle3.evaluation.doctor.names import check_kinds, check_names, check_shapes, other_algorithm
 from eagle3.evaluation.doctor.serving import ANSWER_TOKENS, check_flags, check_served
 from eagle3.evaluation.doctor.settings import Target, check_settings, read_target, rope_difference
 from eagle3.evaluation.doctor.tensors import check_tensors
@@ -87,6 +87,8 @@ def examine(
     if files is None:
         return Examination(findings, None, [*skipped, "everything else, since the files cannot be read"])
     findings += check_flags(files, target, facts) if facts is not None else []
+    if (kinds := check_kinds(files)) is not None:
+        return Examination([*findings, kinds], None, [*skipped, "everything else, which config.json decides"])
     if (other := other_algorithm(files)) is not None:
         # All that follows would be said of a file that is meant otherwise.
         return Examination([*findings, other], None, [*skipped, "everything else, since it is no EAGLE-3 drafter"])
@@ -99,6 +101,8 @@ def examine(
     if target is None or store_path is None or structural:
         rope = rope_difference(files, target.config) if target is not None else None
         findings += [rope] if rope is not None else []
+        if target is not None and not findings:
+            findings += check_loadable(files, target)
         reason = "the findings above first" if structural else "--target DIR --store DIR"
         skipped.append(f"the drafter at work on recorded features ({reason})")
     else:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from eagle3.config import TargetConfig, UserError
-from eagle3.draft.export import RECORD_KEY, load_drafter
+from eagle3.draft.export import load_drafter
 from eagle3.draft.model import DrafterConfig, Eagle3Drafter
-from eagle3.draft.serving_config import target_architecture
+from eagle3.draft.serving_config import RECORD_KEY, target_architecture
 from eagle3.draft.target_weights import load_target_weights, rope_parameters
 from eagle3.draft.ttt import chain_matches, pack
 from eagle3.evaluation.doctor.files import DrafterFiles, Finding
@@ -56,6 +56,15 @@ class Evidence:
     samples: Sequence[FeatureSample] = ()
 
 
+def check_loadable(files: DrafterFiles, target: Target) -> list[Finding]:
+    """Loads the drafter as it would be served, and returns why that fails."""
+    try:
+        load_drafter(files.directory, target.config)
+    except UserError as error:
+        return [Finding("not-loadable", str(error), "correct what is named, or export the drafter again")]
+    return []
+
+
 def check_on_store(files: DrafterFiles, target: Target, store_path: Path, num_draft_tokens: int) -> Evidence:
     """Runs the drafter on the first samples of a store, in rounds of `num_draft_tokens` drafts.
 
@@ -73,10 +82,9 @@ def check_on_store(files: DrafterFiles, target: Target, store_path: Path, num_dr
         )
     except UserError as error:
         return Evidence([Finding("other-store", str(error), "capture a store of this target with extract.py")])
-    try:
-        drafter = load_drafter(files.directory, target.config)
-    except UserError as error:
-        return Evidence([Finding("not-loadable", str(error), "correct what is named, or export the drafter again")])
+    if unloadable := check_loadable(files, target):
+        return Evidence(unloadable)
+    drafter = load_drafter(files.directory, target.config)
     findings = []
     if "chat_template_digest" not in files.config.get(RECORD_KEY, {}):
         findings += compare_template(target, store.manifest.chat_template_digest, "the store's text has")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from eagle3.draft.export import IGNORED_NAMES, WEIGHT_NAMES
-from eagle3.draft.serving_config import ARCHITECTURE
+from eagle3.draft.serving_config import ARCHITECTURE, wrong_kinds
 from eagle3.evaluation.doctor.files import DrafterFiles, Finding
 
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
@@ -91,6 +91,15 @@ def _likely_pairs(missing: list[str], unknown: list[str]) -> dict[str, str]:
         if len(alike) == 1:
             pairs[name] = alike[0]
     return dict(list(pairs.items())[:3])
+
+
+def check_kinds(files: DrafterFiles) -> Finding | None:
+    """Returns which values of config.json are none that an engine reads."""
+    wrong = wrong_kinds(files.config)
+    if not wrong:
+        return None
+    what = f"config.json has {'; '.join(problem.removeprefix('- ') for problem in wrong)}"
+    return Finding("config-values", what, "write the values that the drafter was trained with, or export it again")
 
 
 def check_shapes(files: DrafterFiles) -> list[Finding]:

@@ -10,9 +10,9 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from eagle3.config import UserError
-from eagle3.draft.export import RECORD_KEY
 from eagle3.draft.serving_config import (
     IDS_ARE_BOUNDARIES,
+    RECORD_KEY,
     served_boundaries,
     served_layer_ids,
     target_architecture,

@@ -21,6 +21,8 @@ LOSS_CURVES = "benchmarks/results/loss_curves.json"
 ATTENTION = "benchmarks/results/attention.json"
 PROMPTS = "benchmarks/results/prompts.json"
 COMPARE = "benchmarks/results/compare.json"
+SERVED = "benchmarks/results/served.json"
+SIMULATE = "benchmarks/results/simulate.json"
 
 
 def readme() -> str:
@@ -226,3 +228,60 @@ def test_codec_errors_are_those_of_the_json() -> None:
             f"| {row['worst_channel']:.2%} |"
         ).replace("%", " %")
         assert line in text, f"docs/EXPERIMENTS.md must have the line {line!r}"
+
+
+def served_lines(result: dict[str, Any]) -> list[str]:
+    """Returns the lines of docs/EXPERIMENTS.md that hold what a server counted, and what was simulated beside it."""
+    lines = []
+    for row in result["simulated"]["rows"]:
+        if row["served"] is not None:
+            served, simulated = row["served"], row["simulated"]
+            lines.append(
+                f"| {row['set']} | {row['temperature']:g} | {simulated['num_answers']} | {simulated['num_tokens']:,} "
+                f"| {served['tau']:.4f} | {simulated['tau']:.4f} | {simulated['tau'] / served['tau'] - 1:+.2%} |"
+            )
+    for cell in result["cells"]:
+        lines.append(
+            f"| {cell['concurrency']} | {cell['temperature']:g} | {cell['num_answers']} "
+            f"| {cell['tokens_per_second']:,.0f} | {cell['latency_mean']:.2f} | {cell['acceptance']['tau']:.3f} |"
+        )
+    return lines
+
+
+def test_served_and_simulated_figures_are_those_of_the_json() -> None:
+    result = json.loads((ROOT / SERVED).read_text(encoding="utf-8"))
+    text = (ROOT / "docs/EXPERIMENTS.md").read_text(encoding="utf-8")
+    assert SERVED in text
+    assert SERVED in readme()
+    assert f"commit {result['commit'][:7]}" in text
+    for line in served_lines(result):
+        assert line in text, f"docs/EXPERIMENTS.md must have the line {line!r}"
+    pairs = [(row["served"]["tau"], row["simulated"]["tau"]) for row in result["simulated"]["rows"] if row["served"]]
+    assert len(pairs) == 2 * (5 + 1)
+    assert max(abs(simulated / served - 1) for served, simulated in pairs) < 0.0015
+    # The first cells are the answers that were simulated.
+    for cell in result["cells"]:
+        if cell["concurrency"] == 16:
+            for name, counted in (cell["by_set"] | {"all": cell["acceptance"]}).items():
+                (row,) = [
+                    row
+                    for row in result["simulated"]["rows"]
+                    if (row["set"], row["temperature"], row["speculation"]) == (name, cell["temperature"], "3")
+                ]
+                assert row["served"]["tau"] == counted["tau"], name
+    log, simulated = result["server_log"], {
+        (row["speculation"], f"{row['temperature']:g}"): row["simulated"]["tau_without_prefill"]
+        for row in result["simulated"]["rows"]
+        if row["set"] == "all"
+    }  # fmt: skip
+    assert f"{log['7']['0']:.3f} tokens a round at T = 0 and {log['7']['1']:.3f} at T = 1" in text
+    assert f"questions give {simulated['7', '0']:.3f} and {simulated['7', '1']:.3f}." in text
+
+
+def test_the_simulators_speed_is_that_of_the_json() -> None:
+    result = json.loads((ROOT / SIMULATE).read_text(encoding="utf-8"))
+    text = (ROOT / "docs/EXPERIMENTS.md").read_text(encoding="utf-8")
+    assert SIMULATE in text
+    for row in result["rows"]:
+        assert f"| {row['setting']} | {row['seconds']:.2f} | {row['tokens_per_second']:,.0f} |" in text
+    assert f"{result['rows'][0]['tokens_per_second'] / 1e6:.2f} M tokens/s" in readme()

@@ -1,7 +1,8 @@
 """Trains as train.py does, in a process that a test launches, and tells what it saw.
 
 FACTS is a directory that gets one JSON file from each rank; --send sends this process a signal before a step, or with
---micro-step before the backward of one of its micro-steps. The signal 0 stands for a GPU without memory left.
+--micro-step before the backward of one of its micro-steps. The signal 0 stands for a GPU without memory left,
+-1 for a rank that hangs.
 """
 
 import argparse
@@ -9,6 +10,7 @@ import gc
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -43,6 +45,8 @@ def main() -> None:
         if facts["num_steps"] == step and engine.world.rank == signalled_rank:
             if number == 0:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            if number == -1:
+                time.sleep(600)
             os.kill(os.getpid(), signal.Signals(number))
 
     backward = Engine.backward

@@ -9,7 +9,7 @@ import torch
 from rich.progress import Progress
 from tiny_training import tiny_config, write_target_and_store
 
-from eagle3.config import TrainConfig
+from eagle3.config import TrainConfig, UserError
 from eagle3.draft.layer import finish
 from eagle3.training.batches import Batches, Position, StepBatch
 from eagle3.training.distributed import start
@@ -147,6 +147,31 @@ def test_an_average_of_the_weights_takes_their_place_and_gives_it_back(base: Tra
         take_step(each, batch, learning_rate=1e-2)
     ours, theirs = engine.read_state(), again.read_state()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_an_optimizer_without_room_says_so(base: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _, batch = make_engine(base)
+
+    def fail(learning_rate: float) -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(engine, "update", fail)
+    with pytest.raises(UserError, match=r"the optimizer's state must fit the GPU, got CUDA out of memory.*zero2"):
+        take_step(engine, batch, learning_rate=1e-3)
+
+
+def test_a_validation_without_room_names_its_samples(base: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, inputs, _ = make_engine(base)
+
+    def fail(packed: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(engine.module, "forward", fail)
+    with pytest.raises(UserError, match=r"in a validation a micro-batch must fit .*, got \d+ tokens .*'s\d+'"):
+        validate(
+            engine, inputs.store, inputs.held_out_indices, batch_tokens=1000, bars=Progress(disable=True),
+            stop=StopSignal(), watch=Watch(engine.world, timeout=1.0), step=0,
+        )  # fmt: skip
 
 
 def test_gradients_are_clipped_by_their_global_norm(base: TrainConfig) -> None:

@@ -432,6 +432,20 @@ def test_a_rank_without_memory_stops_all_and_the_last_checkpoint_goes_on_with_le
     assert_same_training(resumed, undisturbed)
 
 
+def test_a_rank_that_hangs_is_named_and_ends_with_the_others(base: TrainConfig, tmp_path: Path) -> None:
+    config = with_batch_tokens(with_run(base, dir=str(tmp_path / "run"), timeout=0.1), 20)
+    send = ["--send", "-1", "1", "5", "--micro-step", "1"]
+    started = time.monotonic()
+    stopped = launch([*TWO_RANKS, str(WORKER)], config, tmp_path, "CONFIG", str(tmp_path), *send)
+    assert stopped.returncode == 1, stopped.stderr[-4000:]
+    assert time.monotonic() - started < 120
+    assert re.search(
+        r"error: a part of a step must end within run\.timeout=0\.1 minutes, got rank 1 on \S+, in the backward of "
+        r"micro-batch 1 of step 5, for \d+ s; waiting for it: 0 \(backward of micro-batch 2\)",
+        stopped.stderr,
+    ), stopped.stderr[-4000:]
+
+
 @pytest.mark.parametrize("deepspeed", [None, "zero2"])
 def test_two_ranks_killed_in_an_accumulation_end_bit_for_bit(
     base: TrainConfig, tmp_path: Path, deepspeed: str | None
@@ -444,7 +458,9 @@ def test_two_ranks_killed_in_an_accumulation_end_bit_for_bit(
     killed = launch([*TWO_RANKS, str(WORKER)], config, tmp_path, "CONFIG", str(tmp_path), *send)
     assert killed.returncode == 1, killed.stderr[-4000:]
     # Beats are two seconds apart, in which a tiny run takes ten steps.
-    assert re.search(r"error: every rank must be alive, got no word from rank 1 on \S+, in the \w+ of", killed.stderr)
+    assert re.search(
+        r"error: every rank must be alive, got no word from rank 1 on \S+, in the [\w -]+ of", killed.stderr
+    )
     assert max(line["step"] for line in metrics_of(tmp_path / "killed")) == 7
     facts = launch_worker(TWO_RANKS, config, tmp_path)
     assert [each["num_steps"] for each in facts] == [5, 5]

@@ -86,6 +86,7 @@ class Engine:
         """
         self.module = module
         self.world = world
+        self.at: Callable[[str], None] = lambda part: None  # is told what part of a step begins; see watch.py
         self._accelerator = accelerator
         self._max_grad_norm = config.optimizer.max_grad_norm
         initial = {name: parameter.detach().clone() for name, parameter in self._named_parameters()}

@@ -100,12 +100,17 @@ def take_step(
     losses, sums, forward_done = _run_micro_batches(engine, batch, step_weights, batch_tokens)
     backward_done = Mark(device)
 
+    engine.at("sums")
     # One collective and one wait for the device: sums, losses and whether somebody was asked to stop.
     flag = torch.tensor([float(stop_requested)], dtype=torch.float64, device=device)
     summed = reduce_sum(torch.cat([sums.flatten(), losses.flatten(), flag]))
     total = torch.cat([summed, num_attended[None]]).cpu()
     check_losses(total[sums.numel() : -2].tolist(), batch.sample_ids)
-    grad_norm = engine.update(learning_rate)
+    engine.at("update")
+    try:
+        grad_norm = engine.update(learning_rate)
+    except torch.OutOfMemoryError as error:
+        raise UserError(f"the optimizer's state must fit the GPU, got {error}; use run.deepspeed=zero2") from None
     if not math.isfinite(grad_norm):
         raise FloatingPointError(
             f"the gradient must be finite, got a norm of {grad_norm} though every loss is; no update was made "
@@ -127,8 +132,10 @@ def _run_micro_batches(
     try:
         for index, packed in enumerate(on_device(batch.packs, device)):
             with engine.accumulating(is_last=index == len(batch.packs) - 1):
+                engine.at(f"forward of micro-batch {index + 1}")
                 loss, pack_sums = engine.model(packed, step_weights if index < num_real else 0 * step_weights)
                 forward_done = Mark(device)
+                engine.at(f"backward of micro-batch {index + 1}")
                 engine.backward(loss)
             if index < num_real:
                 losses[index, engine.world.rank] = loss.detach()

@@ -151,6 +151,7 @@ def take_steps(run: Run, state: TrainState, session: Session) -> TrainState:
         steps_per_epoch=run.batches.steps_per_epoch,
     )
     spikes = LossSpikes(run.dir)
+    engine.at = session.watch.at
     first_step = saved_step = state.step
     saved_state = state
     positions = itertools.islice(run.batches.positions(state.position), run.num_steps - state.step)
@@ -182,7 +183,7 @@ def take_steps(run: Run, state: TrainState, session: Session) -> TrainState:
                 session.watch.at("data", state.step + 1)
                 with log.data_clock():
                     batch = next(loaded)
-                session.watch.at("work", state.step + 1)
+                session.watch.at("begin", state.step + 1)
                 learning_rate = learning_rate_at(state.step + 1, run.num_steps, config.optimizer)
                 result = step_or_keep(run, state, batch, learning_rate, stop_requested=session.stop.requested)
             state = dataclasses.replace(state, step=state.step + 1, position=batch.next_position)

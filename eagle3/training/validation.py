@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from rich.progress import Progress
 
+from eagle3.config import UserError
 from eagle3.draft.acceptance import Acceptance, answer_rounds, summarise
 from eagle3.draft.questions import Question, of_pack
 from eagle3.draft.ttt import chain_matches
@@ -15,6 +16,7 @@ from eagle3.features.store import FeatureStore
 from eagle3.training.batches import deal
 from eagle3.training.distributed import gather, reduce_sum
 from eagle3.training.engine import Engine
+from eagle3.training.faults import out_of_memory_message
 from eagle3.training.optimizer_step import MetricSums
 from eagle3.training.packs import PackReader, on_device
 from eagle3.training.prefetch import prefetched
@@ -62,10 +64,14 @@ def validate(
         watch.at("validation", step)
         if stop.requested:
             break
-        (packed,) = on_device([coded], world.device)
-        sums += module(packed)[1]
-        with module.autocast():
-            chains = chain_matches(module.drafter, module.target.embed_tokens, packed, ttt_steps)
+        try:
+            (packed,) = on_device([coded], world.device)
+            sums += module(packed)[1]
+            with module.autocast():
+                chains = chain_matches(module.drafter, module.target.embed_tokens, packed, ttt_steps)
+        except torch.OutOfMemoryError as error:
+            message = out_of_memory_message(coded, module.memory_plan, batch_tokens, str(error))
+            raise UserError(f"in a validation {message}") from None
         questions += of_pack(coded.tokens, answer_rounds(packed, chains))
         bars.advance(bar, len(packed.sample_ids))
     bars.remove_task(bar)

@@ -88,10 +88,10 @@ class Watch:
         self._thread: threading.Thread | None = None
         self._times: dict[int, tuple[Beat, float, int, float]] = {}
 
-    def at(self, part: str, step: int) -> None:
-        """Says what this rank begins now."""
+    def at(self, part: str, step: int | None = None) -> None:
+        """Says what this rank begins now, in the step that it is in unless another one is named."""
         place = self._place
-        self._place = Beat(place.rank, place.host, step, part, place.number + 1)
+        self._place = Beat(place.rank, place.host, place.step if step is None else step, part, place.number + 1)
 
     def __enter__(self) -> Self:
         if self._world.size > 1:
@@ -189,6 +189,6 @@ class Watch:
         if self._before_end is not None:
             self._before_end()
         if self._world.is_main:
-            print(f"error: {message}", file=sys.stderr)
-        sys.stderr.flush()
+            print(f"error: {message}", file=sys.stderr, flush=True)
+            time.sleep(2 * BEAT_SECONDS)  # the store ends with this process, and the others read from it why
         os._exit(1)

@@ -258,7 +258,7 @@ def test_served_and_simulated_figures_are_those_of_the_json() -> None:
         assert line in text, f"docs/EXPERIMENTS.md must have the line {line!r}"
     pairs = [(row["served"]["tau"], row["simulated"]["tau"]) for row in result["simulated"]["rows"] if row["served"]]
     assert len(pairs) == 2 * (5 + 1)
-    assert max(abs(simulated / served - 1) for served, simulated in pairs) < 0.0015
+    assert max(abs(simulated / served - 1) for served, simulated in pairs) < 0.002
     # The first cells are the answers that were simulated.
     for cell in result["cells"]:
         if cell["concurrency"] == 16:

@@ -73,6 +73,16 @@ def test_numbers_that_leave_the_finite_ones_end_with_their_message(capsys: pytes
     assert capsys.readouterr().err == "error: the loss must be finite, got nan\n"
 
 
+def test_a_process_of_the_run_that_is_gone_ends_it_with_a_message(capsys: pytest.CaptureFixture[str]) -> None:
+    def main() -> None:
+        raise ChildProcessError("every rank must be alive, got no word from rank 1")
+
+    with pytest.raises(SystemExit) as exit_info:
+        run_command(main)
+    assert exit_info.value.code == 1
+    assert capsys.readouterr().err == "error: every rank must be alive, got no word from rank 1\n"
+
+
 @pytest.mark.parametrize("ending", ["", "; sys.exit(0)"])
 def test_a_reader_that_has_read_enough_is_no_error(ending: str) -> None:
     script = f"import sys; from eagle3.cli import run_command; run_command(lambda: exec('print(1){ending}'))"

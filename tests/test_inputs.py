@@ -71,6 +71,7 @@ def test_the_largest_micro_batch_is_the_limit_or_the_longest_sample(base: TrainC
     total = sum(sample.input_ids.numel() for sample in samples)
     assert share == pytest.approx(sum(sample.last_rows.numel() for sample in samples) / total)
     assert largest_micro_batch(inputs, 4096)[0] == 4096
+    assert largest_micro_batch(inputs, 4, num_sharing=3)[0] == -(-num_tokens // 3)
 
 
 def test_settings_that_cannot_be_trained_are_named_all_at_once(base: TrainConfig) -> None:

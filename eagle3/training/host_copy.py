@@ -5,7 +5,9 @@ rounds up to powers of two, which for the state of a large head is some ten giga
 """
 
 import logging
+import re
 import time
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -13,6 +15,15 @@ import torch
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
+
+PINNED_SHARE = 0.8  # of the memory that is left: pages that cannot be moved or written out are taken from everybody
+
+
+def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Returns how much memory programs can still have, by Linux's own estimate."""
+    match = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
+    assert match is not None, f"{meminfo} must say what is available"
+    return 1024 * int(match[1])
 
 
 class HostCopy:
@@ -24,7 +35,13 @@ class HostCopy:
         self._taken = 0
         self._slots: dict[str, Tensor] = {}
         self._is_pinned = False
-        if device.type == "cuda" and num_bytes:
+        if device.type == "cuda" and num_bytes > PINNED_SHARE * available_bytes():
+            # A call that failed would be reported by whatever CUDA call comes next, so it is not tried.
+            logger.warning(
+                "saves will hold the steps up: %.1f GB are too much to pin of the %.1f GB that this machine has left",
+                num_bytes / 1e9, available_bytes() / 1e9,
+            )  # fmt: skip
+        elif device.type == "cuda" and num_bytes:
             started = time.perf_counter()
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), num_bytes, 0))
             self._is_pinned = True

@@ -182,12 +182,14 @@ def split_samples(store: FeatureStore, data: DataConfig) -> tuple[list[int], lis
     return usable["training"].indices, usable["held-out"].indices
 
 
-def largest_micro_batch(inputs: Inputs, batch_tokens: int) -> tuple[int, float]:
+def largest_micro_batch(inputs: Inputs, batch_tokens: int, num_sharing: int = 1) -> tuple[int, float]:
     """Returns the tokens of the largest micro-batch, and the share of tokens that are supervised in the store.
 
+    `num_sharing` ranks split a sample that is longer than a micro-batch.
     A store may keep last states of other tokens, too; all of those count here.
     """
     entries = [inputs.store.entries[index] for index in inputs.train_indices]
     num_tokens = sum(entry.num_tokens for entry in entries)
     share = sum(entry.num_last for entry in entries) / num_tokens
-    return max(batch_tokens, max(entry.num_tokens for entry in entries)), share
+    longest = max(entry.num_tokens for entry in entries)
+    return max(batch_tokens, -(-longest // num_sharing)), share

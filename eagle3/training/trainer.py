@@ -106,7 +106,8 @@ def train_among_ranks(config: TrainConfig, inputs: Inputs, accelerator: Accelera
             world.device,
             has_average=config.optimizer.ema_decay is not None,
         )
-        log_plan(module.memory_plan, *largest_micro_batch(inputs, config.data.batch_tokens))
+        num_sharing = world.size if config.data.split_sequences else 1
+        log_plan(module.memory_plan, *largest_micro_batch(inputs, config.data.batch_tokens, num_sharing))
     batches = Batches(
         inputs.store,
         inputs.train_indices,

@@ -32,7 +32,13 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def new_run_dir(base: Path) -> Path:
-    """Makes a directory for a run: `base`, or the first of base-2, base-3, ... whose name is free."""
+    """Makes a directory for a run: `base`, or the first of base-2, base-3, ... whose name is free.
+
+    Raises:
+        UserError: `base` has no name that numbers could follow.
+    """
+    if base.name in ("", ".."):
+        raise UserError(f"run.dir must end in a name for the run, got {str(base)!r}; use a path such as ckpts/run")
     base.parent.mkdir(parents=True, exist_ok=True)
     number = 1
     while True:
@@ -233,8 +239,9 @@ def _hardware() -> dict[str, Any]:
 
 def _git(*arguments: str) -> str | None:
     command = ["git", "-C", str(REPOSITORY), *arguments]
+    env = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}  # the index is not written: somebody may be committing
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=30, check=False)
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip("\n") if done.returncode == 0 else None

@@ -1,6 +1,8 @@
 """Numbers are always on disk, runs never share a directory, and a resume leaves no line twice."""
 
 import json
+import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -84,6 +86,27 @@ def test_another_run_json_is_named_and_left_alone(tmp_path: Path, text: str) -> 
     ):
         note(tmp_path)
     assert (tmp_path / "run.json").read_text() == text
+
+
+@pytest.mark.parametrize("name", [".", "/", ".."])
+def test_a_run_needs_a_name(name: str) -> None:
+    with pytest.raises(UserError, match=rf"run\.dir must end in a name for the run, got '{re.escape(name)}'"):
+        new_run_dir(Path(name))
+
+
+def test_looking_at_a_checkout_writes_nothing_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """git would note what it found in the index, behind a lock that refuses a commit, and stays if git is killed."""
+    file = tmp_path / "a.txt"
+    file.write_text("a")
+    for arguments in (["init"], ["add", "a.txt"]):
+        subprocess.run(["git", "-C", str(tmp_path), *arguments], check=True, capture_output=True)
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    subprocess.run(["git", "-C", str(tmp_path), *identity, "commit", "-m", "a"], check=True, capture_output=True)
+    os.utime(file, (1, 1))  # as the index does not know it
+    index = (tmp_path / ".git" / "index").read_bytes()
+    monkeypatch.setattr(tracking, "REPOSITORY", tmp_path)
+    assert git_state()["dirty"] is False
+    assert (tmp_path / ".git" / "index").read_bytes() == index
 
 
 def test_git_state_is_that_of_this_code() -> None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from eagle3.config import UserError
+from eagle3.files import FULL
 
 
 def command_parser(description: str, default_config: str) -> argparse.ArgumentParser:
@@ -49,9 +50,16 @@ def run_command(main: Callable[[], None]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left of it goes nowhere
         sys.exit(141)
     except OSError as error:
-        if error.filename is None:  # no file of the user's
-            raise
         paths = " -> ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
+        if error.errno in FULL:
+            print(
+                f"error: the disk must have room for what is written, got {error.strerror!r} "
+                f"({paths or 'an open file'}); make room, and go on from what is there",
+                file=sys.stderr,
+            )
+            sys.exit(2)
+        if not paths:  # no file of the user's
+            raise
         print(
             f"error: every file must be of the kind and with the rights that the run needs, got {error.strerror!r} "
             f"({paths}); correct the path, or move away what is there",

@@ -1,9 +1,16 @@
 """Files that appear whole or not at all."""
 
+import errno
 import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 PRIVATE = 0o600
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, a quota, a limit on file sizes
 
 
 def write_whole(path: Path, text: str, *, mode: int = 0o666) -> None:
@@ -19,6 +26,22 @@ def write_whole(path: Path, text: str, *, mode: int = 0o666) -> None:
         os.fsync(file.fileno())
     os.replace(temporary, path)
     sync(path.parent)
+
+
+@contextmanager
+def system_errors(path: Path) -> Iterator[None]:
+    """Raises what the system says of a file, which safetensors hides in an error of its own.
+
+    Raises:
+        OSError: the file could not be written.
+    """
+    try:
+        yield
+    except SafetensorError as error:
+        said = re.search(r"os error (\d+)", str(error))
+        if said is None:
+            raise
+        raise OSError(int(said[1]), os.strerror(int(said[1])), str(path)) from None
 
 
 def sync(path: Path) -> None:

@@ -1,9 +1,11 @@
 """Whole checkpoints or none, and refusals that name what differs."""
 
 import dataclasses
+import errno
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from tiny_training import tiny_config, write_target_and_store
 
 from eagle3.config import OptimizerConfig, RunConfig, TrainConfig, UserError
 from eagle3.features.store import FeatureStore, digest_store
+from eagle3.training import checkpoints
 from eagle3.training.batches import Position
 from eagle3.training.checkpoints import (
     STATE_NAME,
@@ -115,9 +118,50 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path: Path) -> None:
         state = dataclasses.replace(at(step), tau=tau, validated_step=step if step != 20 else 18)
         save_checkpoint(tmp_path, TENSORS, state)
     (tmp_path / "step-000015" / STATE_NAME).write_text("{")  # no tau, but a name
-    prune_checkpoints(tmp_path, keep_last=2, keep_best=1)
+    prune_checkpoints(tmp_path, 1_000_000, keep_last=2, keep_best=1)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["step-000010", "step-000020", "step-1000000"]
     assert newest_checkpoint(tmp_path) is not None
+
+
+def test_a_damaged_checkpoint_that_was_passed_over_takes_no_place(tmp_path: Path) -> None:
+    for step in (5, 10):
+        save_checkpoint(tmp_path, TENSORS, dataclasses.replace(at(step), tau=2.0, validated_step=step))
+    (tmp_path / "step-000010" / TENSORS_NAME).write_bytes(b"")
+    save_checkpoint(tmp_path, TENSORS, dataclasses.replace(at(7), tau=1.0, validated_step=7))
+    prune_checkpoints(tmp_path, 7, keep_last=1, keep_best=1)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["step-000005", "step-000007", "step-000010"]
+    found = newest_checkpoint(tmp_path)
+    assert found is not None
+    assert found.state.step == 7
+    for step in (10, 11):  # it is written again, and counts
+        save_checkpoint(tmp_path, TENSORS, at(step))
+    prune_checkpoints(tmp_path, 11, keep_last=2, keep_best=1)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["step-000005", "step-000010", "step-000011"]
+
+
+def test_a_step_that_is_saved_again_is_never_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a stop before its validation: with a full disk, or a kill, the checkpoint is still there."""
+
+    def fail(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = save_checkpoint(tmp_path, TENSORS, STATE)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "save_file", fail)
+        assert save_checkpoint(tmp_path, TENSORS, dataclasses.replace(STATE, tau=1.9)) == path
+        found = newest_checkpoint(tmp_path)
+        assert found is not None
+        assert found.state.tau == 1.9
+        others = {name: tensor + 1 for name, tensor in TENSORS.items()}
+        with pytest.raises(OSError, match="No space left"):
+            save_checkpoint(tmp_path, others, STATE)
+        assert newest_checkpoint(tmp_path) == found
+    save_checkpoint(tmp_path, others, STATE)
+    found = newest_checkpoint(tmp_path)
+    assert found is not None
+    with found.open_tensors() as tensors:
+        assert torch.equal(tensors.get_tensor("master.fc.weight"), others["master.fc.weight"])
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
 
 
 def test_no_checkpoint_is_none(tmp_path: Path) -> None:

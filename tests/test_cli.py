@@ -55,6 +55,24 @@ def test_a_file_that_the_system_refuses_is_one_sentence(tmp_path: Path, capsys: 
         )
 
 
+@pytest.mark.parametrize(("arguments", "where"), [((), "an open file"), (("step-000005",), "step-000005")])
+def test_a_full_disk_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], where: str
+) -> None:
+    """Python names the file that it opens, and none that it writes to."""
+
+    def main() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), *arguments)
+
+    with pytest.raises(SystemExit) as exit_info:
+        run_command(main)
+    assert exit_info.value.code == 2
+    assert capsys.readouterr().err == (
+        f"error: the disk must have room for what is written, got 'No space left on device' ({where}); "
+        f"make room, and go on from what is there\n"
+    )
+
+
 def test_an_error_of_the_system_without_a_file_keeps_its_traceback() -> None:
     def main() -> None:
         raise OSError(errno.EIO, "no file of the user's")

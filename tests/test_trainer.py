@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -29,7 +30,8 @@ from eagle3.draft.questions import read_questions
 from eagle3.draft.target_weights import load_target_config
 from eagle3.features.manifest import read_manifest
 from eagle3.features.store import FeatureStore
-from eagle3.training import saves, stopping, trainer
+from eagle3.files import FULL
+from eagle3.training import checkpoints, saves, stopping, trainer
 from eagle3.training.batches import StepBatch
 from eagle3.training.checkpoints import TrainState, newest_checkpoint, save_checkpoint
 from eagle3.training.engine import Engine
@@ -397,15 +399,41 @@ def test_a_signal_in_a_save_lets_it_end(
     assert_same_bits(train(with_run(config, resume="auto")), undisturbed)
 
 
-def test_a_checkpoint_that_cannot_be_written_ends_the_run(
-    base: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*arguments: Any) -> Path:
-        raise OSError(errno.ENOSPC, "No space left on device", "step-000003")
+@pytest.mark.parametrize(("num_bytes", "name"), [(20_000, "model.safetensors"), (300_000, "state.safetensors")])
+def test_a_file_that_has_no_room_ends_the_run(base: TrainConfig, tmp_path: Path, num_bytes: int, name: str) -> None:
+    """A limit on the size of files says what a full disk does; the drafter is smaller than the optimizer's state."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as error_info:
+            train(with_run(base, dir=str(tmp_path / "run")))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert Path(error_info.value.filename).name == name
+    assert error_info.value.errno in FULL
+    assert not list((tmp_path / "run").glob("step-*"))
 
-    monkeypatch.setattr(saves, "save_checkpoint", fail)
-    with pytest.raises(OSError, match="No space left on device"):
-        train(with_run(base, dir=str(tmp_path / "run")))
+
+def test_a_run_stopped_in_a_validation_keeps_the_checkpoint_it_began_with(
+    base: TrainConfig, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes to no step, and saves the one that it had once more: on a disk that is full by then."""
+
+    def fail(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "state.safetensors")
+
+    config = with_run(base, dir=str(tmp_path / "run"))
+    run_dir = train(with_run(config, validate_every=100))
+    shutil.rmtree(run_dir / f"step-{STEPS:06d}")
+    state = newest_checkpoint(run_dir)
+    assert state is not None
+    record = json.loads((run_dir / "step-000003" / "state.json").read_text())
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "save_file", fail)
+        train(with_run(config, resume="auto", stop_after=1e-9))
+    assert newest_checkpoint(run_dir) == state
+    assert json.loads((run_dir / "step-000003" / "state.json").read_text()) == record
+    assert_same_bits(train(with_run(config, resume="auto")), undisturbed)
 
 
 def test_a_rank_without_memory_stops_all_and_the_last_checkpoint_goes_on_with_less(

@@ -26,7 +26,7 @@ from eagle3.draft.serving_config import (
     to_serving_config,
 )
 from eagle3.draft.target_weights import open_tensors, tensor_files
-from eagle3.files import sync
+from eagle3.files import sync, system_errors
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,8 @@ def export_drafter(
     partial.mkdir(parents=True)
     (partial / "config.json").write_text(json.dumps(serving_config, indent=2) + "\n", encoding="utf-8")
     (partial / "README.md").write_text(card + _serving_section(drafter.config, target_config), encoding="utf-8")
-    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+    with system_errors(partial / "model.safetensors"):
+        save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
     for name in FILE_NAMES:
         sync(partial / name)
     if directory.exists():

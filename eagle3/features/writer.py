@@ -44,13 +44,12 @@ from eagle3.features.shard import (
     write_shard,
 )
 from eagle3.features.stored import StoredSample, encode_sample
-from eagle3.files import PRIVATE, sync, write_whole
+from eagle3.files import FULL, PRIVATE, sync, write_whole
 
 logger = logging.getLogger(__name__)
 
 LOCK_NAME = "lock"
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # Lustre as it is often mounted, for one
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, a quota, a limit on file sizes
 
 
 class QuotaReached(UserError):  # noqa: N818 - a clean end, not an error

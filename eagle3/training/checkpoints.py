@@ -20,10 +20,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eagle3.config import TrainConfig, UserError, config_to_dict
+from eagle3.config import TrainConfig, UserError, by_dotted_name, config_to_dict
 from eagle3.features.store import FeatureStore, digest_store
 from eagle3.features.stored import bytes_of
-from eagle3.files import PRIVATE, sync, write_whole
+from eagle3.files import PRIVATE, sync, system_errors, write_whole
 from eagle3.training.batches import Position
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 STATE_NAME = "state.json"
 TENSORS_NAME = "state.safetensors"
 STEP_PATTERN = re.compile(r"step-(\d{6,})")
+UNREADABLE = (OSError, ValueError, TypeError, KeyError, SafetensorError)  # what reading a damaged checkpoint raises
 
 # Settings that say where a run goes on, what it is called and how its samples are cut up; the others are the maths.
 FREE_SETTINGS = {
@@ -85,25 +86,33 @@ def initial_state(config: TrainConfig, store: FeatureStore) -> TrainState:
 
 def maths_of(config: TrainConfig) -> dict[str, Any]:
     """Returns the settings that a resumed run must share, by dotted name."""
-    flat = _flatten(config_to_dict(config))
+    flat = by_dotted_name(config_to_dict(config))
     return {name: value for name, value in flat.items() if not {name, name.split(".")[0]} & FREE_SETTINGS}
 
 
 def save_checkpoint(run_dir: Path, tensors: dict[str, Tensor], state: TrainState) -> Path:
-    """Writes RUN/step-NNNNNN, down to the disk, and returns it."""
+    """Writes RUN/step-NNNNNN, down to the disk, and returns it.
+
+    Of a step that is there already, as after a stop before its validation, the whole tensors stay: a kill or a full
+    disk would leave neither the old nor the new ones.
+    """
     path = checkpoint_path(run_dir, state.step)
     temporary = run_dir / f".{path.name}.tmp"
-    # Of runs that were killed in a save, or a checkpoint that was damaged and passed over.
-    for left_over in (path, *run_dir.glob(".step-*.tmp")):
+    for left_over in run_dir.glob(".step-*.tmp"):  # of runs that were killed in a save
         shutil.rmtree(left_over, ignore_errors=True)
-    temporary.mkdir(mode=0o700)
-    save_file(tensors, temporary / TENSORS_NAME)
-    sync(temporary / TENSORS_NAME)
     record = dataclasses.asdict(state) | {
         "tensor_digests": {name: _tensor_digest(tensor) for name, tensor in tensors.items()}
     }
     text = json.dumps(record | {"digest": _record_digest(record)}, indent=1) + "\n"
+    if path.exists() and _holds(path, record["tensor_digests"]):
+        write_whole(path / STATE_NAME, text, mode=PRIVATE)
+        return path
+    temporary.mkdir(mode=0o700)
+    with system_errors(temporary / TENSORS_NAME):
+        save_file(tensors, temporary / TENSORS_NAME)
+    sync(temporary / TENSORS_NAME)
     write_whole(temporary / STATE_NAME, text, mode=PRIVATE)
+    shutil.rmtree(path, ignore_errors=True)  # one that was damaged, and passed over
     os.replace(temporary, path)
     sync(run_dir)
     return path
@@ -114,9 +123,12 @@ def checkpoint_path(run_dir: Path, step: int) -> Path:
     return run_dir / f"step-{step:06d}"
 
 
-def prune_checkpoints(run_dir: Path, keep_last: int, keep_best: int) -> None:
-    """Removes all checkpoints but the last ones and those with the highest held-out tau."""
-    paths = _step_paths(run_dir)
+def prune_checkpoints(run_dir: Path, step: int, keep_last: int, keep_best: int) -> None:
+    """Removes all checkpoints up to a step but the last ones of them and those with the highest held-out tau.
+
+    Later ones were damaged, and passed over when the run went on from before them: none of them counts as kept.
+    """
+    paths = [path for path in _step_paths(run_dir) if _step_of(path) <= step]
     taus = {path: tau for path in paths if (tau := _own_tau(path)) is not None}
     best = sorted(taus, key=lambda path: (-taus[path], _step_of(path)))[:keep_best]
     for path in paths[: max(0, len(paths) - keep_last)]:
@@ -132,9 +144,19 @@ def newest_checkpoint(run_dir: Path) -> Checkpoint | None:
     for path in reversed(_step_paths(run_dir)):
         try:
             return _read_checkpoint(path)
-        except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
+        except UNREADABLE as error:
             logger.warning("checkpoint %s is passed over, it is not whole: %s", path, error)
     return None
+
+
+def _holds(path: Path, digests: dict[str, str]) -> bool:
+    """Tells whether a checkpoint is whole, with these tensors."""
+    try:
+        _read_checkpoint(path)
+        held: dict[str, str] = json.loads((path / STATE_NAME).read_text())["tensor_digests"]
+    except UNREADABLE:
+        return False
+    return held == digests
 
 
 def _read_checkpoint(path: Path) -> Checkpoint:
@@ -172,13 +194,6 @@ def check_same_run(checkpoint: Checkpoint, state: TrainState) -> None:
             + "\n".join(problems)
             + "\nuse those, or start anew with run.resume=never"
         )
-
-
-def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return flat
 
 
 def _tensor_digest(tensor: Tensor) -> str:

@@ -88,4 +88,4 @@ class Saver:
 
     def _write(self, tensors: dict[str, Tensor], state: TrainState) -> None:
         save_checkpoint(self._run_dir, tensors, state)
-        prune_checkpoints(self._run_dir, self._config.keep_last, self._config.keep_best)
+        prune_checkpoints(self._run_dir, state.step, self._config.keep_last, self._config.keep_best)

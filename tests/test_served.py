@@ -11,7 +11,15 @@ import pytest
 
 from eagle3.config import UserError
 from eagle3.draft.acceptance import summarise
-from eagle3.evaluation.served import ServedAnswer, ServerFacts, SGLangClient, check_counters, findings, served_rounds
+from eagle3.evaluation.served import (
+    ServedAnswer,
+    ServerFacts,
+    SGLangClient,
+    check_counters,
+    findings,
+    num_steps_of,
+    served_rounds,
+)
 
 INFO = {
     "version": "0.5.23",
@@ -72,7 +80,7 @@ def counted(body: dict[str, Any]) -> Reply:
     meta: dict[str, Any] = {"completion_tokens": num_tokens}
     if num_tokens > 1:
         meta["spec_verify_ct"] = full + (rest > 0)
-        meta["spec_correct_drafts_histogram"] = [rest == 1, rest == 2, rest == 3, full]
+        meta["spec_correct_drafts_histogram"] = [int(rest == 1), int(rest == 2), int(rest == 3), full]
     return 200, {"text": "", "output_ids": list(range(num_tokens)), "meta_info": meta}
 
 
@@ -247,3 +255,34 @@ def test_a_server_that_decodes_beside_prefills_is_refused() -> None:
     check_counters(ServerFacts("http://a", "0.5.23", "", {"enable_mixed_chunk": False}))
     with pytest.raises(UserError, match=r"--enable-mixed-chunk must be off .* got it on \(http://a\)"):
         check_counters(ServerFacts("http://a", "0.5.23", "", {"enable_mixed_chunk": True}))
+
+
+@pytest.mark.parametrize("steps", ["3", 0, 1000, True, [3]])
+def test_a_number_of_steps_that_no_server_has_is_refused(steps: Any) -> None:
+    facts = ServerFacts("http://a", "0.5.23", "", {"speculative_num_steps": steps})
+    with pytest.raises(UserError, match=r"speculative_num_steps must be a number from 1 to 999, got .* \(http://a\)"):
+        num_steps_of(facts, 3)
+    assert num_steps_of(ServerFacts("", "", "", {}), 3) == 3
+
+
+def test_counters_that_no_answer_has_are_refused() -> None:
+    meta: dict[str, Any] = {"completion_tokens": 5, "spec_verify_ct": 10**400}
+    with (
+        running_server(lambda body: (200, {"output_ids": [1] * 5, "meta_info": meta})) as url,
+        pytest.raises(UserError, match="/generate must return whole numbers as spec_verify_ct, got"),
+    ):
+        ask(url, [[1]])
+    meta = {"completion_tokens": 5, "spec_verify_ct": 1, "spec_correct_drafts_histogram": [0] * 1001}
+    with (
+        running_server(lambda body: (200, {"output_ids": [1] * 5, "meta_info": meta})) as url,
+        pytest.raises(UserError, match="a histogram of 1000 counts at most, got 1001"),
+    ):
+        ask(url, [[1]])
+
+
+def test_a_server_whose_version_is_no_text_is_none() -> None:
+    with (
+        running_server(counted, (200, INFO | {"version": None})) as url,
+        pytest.raises(UserError, match=r"must be the URL of an SGLang server, got 200 .* without a version"),
+    ):
+        SGLangClient(url, 8).facts()

@@ -20,7 +20,15 @@ from eagle3.evaluation.doctor.command import examine, show
 from eagle3.evaluation.local import evaluate_local
 from eagle3.evaluation.recorded import ANSWERS_NAME
 from eagle3.evaluation.report import Measured, Report, Stopwatch, measure, progress_bar
-from eagle3.evaluation.served import ServedAnswer, ServerFacts, SGLangClient, check_counters, findings, served_rounds
+from eagle3.evaluation.served import (
+    ServedAnswer,
+    ServerFacts,
+    SGLangClient,
+    check_counters,
+    findings,
+    num_steps_of,
+    served_rounds,
+)
 from eagle3.evaluation.serving import check_serve, evaluate_serving
 from eagle3.evaluation.simulate import open_store, simulate_store
 from eagle3.evaluation.turns import ask_all, asked, select_conversations
@@ -171,7 +179,7 @@ def evaluate_served(config: EvaluateConfig) -> Report:
     with stopwatch.stage("serve"):
         turns = ask_all(conversations, tokenizer, config, answer_all, end_token_ids(tokenizer_path, tokenizer))
     answers = [turn.answer for turn in turns]
-    num_draft_tokens = int(facts.flags.get("speculative_num_steps") or config.speculation.num_draft_tokens)
+    num_draft_tokens = num_steps_of(facts, config.speculation.num_draft_tokens)
     rounds = served_rounds([turn.sample_id for turn in turns], answers, num_draft_tokens)
     trained = measure(asked(turns, [answer.token_ids for answer in answers], rounds), config.seed)
     return Report(

@@ -17,6 +17,8 @@ from eagle3.draft.acceptance import AnswerRounds
 
 ANSWER_TIMEOUT_SECONDS = 1800  # a long answer of a large model behind a full queue
 INFO_TIMEOUT_SECONDS = 60
+MOST_STEPS = 999  # drafts of a round; no drafter is worth a tenth of it
+LARGEST_COUNT = 2**31  # of tokens or rounds of an answer
 
 # What a figure depends on besides the drafter; the server's other settings are left out of the result.
 RECORDED_FLAGS = (
@@ -122,7 +124,7 @@ class SGLangClient:
             if response.ok:
                 break
         info = _json_object(response)
-        if not response.ok or "version" not in info or "model_path" not in info:
+        if not response.ok or not all(isinstance(info.get(name), str) for name in ("version", "model_path")):
             raise UserError(
                 f"--server must be the URL of an SGLang server, got {response.status_code} from {self.url + endpoint} "
                 f"without a version and a model_path; check the URL"
@@ -218,6 +220,21 @@ def check_counters(facts: ServerFacts) -> None:
         )
 
 
+def num_steps_of(facts: ServerFacts, default: int) -> int:
+    """Returns how many drafts the server makes a round; `default` where it does not say.
+
+    Raises:
+        UserError: it says something else.
+    """
+    steps = facts.flags.get("speculative_num_steps", default)
+    if type(steps) is not int or not 1 <= steps <= MOST_STEPS:
+        raise UserError(
+            f"speculative_num_steps must be a number from 1 to {MOST_STEPS}, got {str(steps)[:40]} ({facts.url}); "
+            f"check that the URL is an SGLang server's"
+        )
+    return steps
+
+
 def findings(answers: list[ServedAnswer], facts: ServerFacts) -> list[str]:
     """Returns what a reader of these figures must know: here, that the drafter did nothing."""
     num_rounds = sum(answer.rounds for answer in answers)
@@ -249,8 +266,11 @@ def _read_answer(body: dict[str, Any], url: str, *, is_speculative: bool) -> Ser
         "the histogram": histogram,
     }
     for name, values in counts.items():
-        if not isinstance(values, list) or not all(isinstance(value, int) and value >= 0 for value in values):
+        if not isinstance(values, list) or not all(type(each) is int and 0 <= each < LARGEST_COUNT for each in values):
             raise UserError(f"/generate must return whole numbers as {name}, got {str(values)[:60]} ({url})")
+    if len(histogram) > MOST_STEPS + 1:
+        longest = MOST_STEPS + 1
+        raise UserError(f"/generate must return a histogram of {longest} counts at most, got {len(histogram)} ({url})")
     num_tokens = int(meta["completion_tokens"])
     # An answer that ends with prefill's token has no rounds, and the server leaves the counters out.
     if is_speculative and "spec_verify_ct" not in meta and num_tokens > 1:

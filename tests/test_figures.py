@@ -116,8 +116,8 @@ def test_loss_curves_are_those_of_the_json_and_overlay() -> None:
 def survivor_lines(result: dict[str, Any]) -> list[str]:
     """Returns the lines of docs/EXPERIMENTS.md that compare trainings with and without rejected rows."""
     return [
-        f"| {pair['seed']} | {pair['all_rows']['tau']:.3f} | {pair['survivors']['tau']:.3f} | {pair['difference']:+.3f} "
-        f"| {pair['drafters'][0]:+.3f} to {pair['drafters'][1]:+.3f} "
+        f"| {pair['seed']} | {pair['all_rows']['tau']:.3f} | {pair['survivors']['tau']:.3f} "
+        f"| {pair['difference']:+.3f} | {pair['drafters'][0]:+.3f} to {pair['drafters'][1]:+.3f} "
         f"| {pair['recipes'][0]:+.3f} to {pair['recipes'][1]:+.3f} |"
         for pair in result["pairs"]
     ]

@@ -11,7 +11,15 @@ from tiny_training import tiny_config
 
 from eagle3.config import CONFIG_ROOT, TrainConfig, UserError
 from eagle3.training import distributed
-from eagle3.training.distributed import Setup, check_same, compare_setups, gather, read_deepspeed_config, start
+from eagle3.training.distributed import (
+    Setup,
+    check_same,
+    compare_setups,
+    ending_together,
+    gather,
+    read_deepspeed_config,
+    start,
+)
 
 SHIPPED = ["zero1", "zero2"]
 LAUNCHER_VARIABLES = ("LOCAL_RANK", "ACCELERATE_USE_CPU", "ACCELERATE_USE_DEEPSPEED", "MASTER_PORT", "RANK")
@@ -88,6 +96,21 @@ def test_a_deepspeed_config_must_be_json(tmp_path: Path) -> None:
         read_deepspeed_config(config_with(path))
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ([], r"the file must be a mapping, got \[\]"),
+        ({"zero_optimization": 1, "bf16": True}, r"zero_optimization must be a mapping, got 1\n  bf16 .*, got True"),
+        ({"zero_optimization": None}, "zero_optimization must be a mapping, got None"),
+    ],
+)
+def test_sections_of_another_kind_are_named(tmp_path: Path, settings: object, said: str) -> None:
+    path = tmp_path / "deepspeed.json"
+    path.write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=rf"a DeepSpeed config must have sections of settings \(.*\):\n  {said}"):
+        read_deepspeed_config(config_with(path))
+
+
 def test_contradictions_are_named_all_at_once(tmp_path: Path) -> None:
     path = write_settings(
         tmp_path,
@@ -131,10 +154,31 @@ def test_launchers_that_cannot_give_it_are_refused(monkeypatch: pytest.MonkeyPat
         start(config_with())
 
 
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    with pytest.raises(UserError, match=r"a GPU of its own, got 8 processes on a machine with 1; start 1, with"):
+        start(config_with(device="auto"))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the error is that of a machine without a GPU")
 def test_a_device_that_is_not_there_is_refused() -> None:
     with pytest.raises(UserError, match=r"target\.device must be a device of this machine, got 'cuda'"):
         start(config_with(device="cuda"))
+
+
+def test_a_rank_that_cannot_go_on_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OSError, match="mine"), ending_together():
+        raise OSError("mine")
+    with ending_together():
+        pass
+    monkeypatch.setattr(distributed, "gather", lambda value: ["no such run", value])
+    with pytest.raises(ChildProcessError, match="rank 0 stopped: no such run"), ending_together():
+        pass
+    with pytest.raises(UserError, match="mine"), ending_together():
+        raise UserError("mine")
 
 
 def test_ranks_that_see_other_data_stop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -414,6 +414,14 @@ def test_a_file_that_has_no_room_ends_the_run(base: TrainConfig, tmp_path: Path,
     assert not list((tmp_path / "run").glob("step-*"))
 
 
+def test_what_the_main_rank_refuses_ends_both_in_a_sentence(base: TrainConfig, tmp_path: Path) -> None:
+    config = with_run(base, dir=str(tmp_path / "run"), resume=str(tmp_path / "none"))
+    done = launch([*TWO_RANKS, str(ROOT / "train.py"), "--config"], config, tmp_path, "CONFIG")
+    assert done.returncode == 1
+    assert "error: run.resume must be never, auto or a run's directory" in done.stderr
+    assert "[rank1]" not in done.stderr, done.stderr[-4000:]  # how torch begins the lines of a traceback
+
+
 def test_a_run_stopped_in_a_validation_keeps_the_checkpoint_it_began_with(
     base: TrainConfig, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

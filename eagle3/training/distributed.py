@@ -4,11 +4,13 @@ accelerate calls every rank 0 of 1 under DeepSpeed on a CPU, so rank and world s
 here and nowhere else.
 """
 
+import contextlib
 import datetime
 import json
 import logging
 import os
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -110,6 +112,7 @@ def read_deepspeed_config(config: TrainConfig) -> dict[str, Any]:
         settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"a DeepSpeed config must be JSON, got {error} ({path}); correct it") from None
+    _check_sections(settings, path)
     zero: dict[str, Any] = settings.get("zero_optimization", {})
     stage = zero.get("stage")
     if stage not in (1, 2):
@@ -186,6 +189,25 @@ def from_main(value: T) -> T:
     return values[0]
 
 
+@contextlib.contextmanager
+def ending_together() -> Iterator[None]:
+    """Ends all ranks if one of them cannot do what is in the block, which may be another thing on each.
+
+    Raises:
+        ChildProcessError: on the ranks that could; in the block there must be no collective.
+    """
+    error: UserError | OSError | None = None
+    try:
+        yield
+    except (UserError, OSError) as raised:
+        error = raised
+    errors = [f"rank {rank} stopped: {said}" for rank, said in enumerate(gather(error and str(error))) if said]
+    if error is not None:
+        raise error
+    if errors:
+        raise ChildProcessError(errors[0])
+
+
 def check_same(what: str, value: str) -> None:
     """Refuses to train with ranks that see different data.
 
@@ -203,6 +225,13 @@ def _check_launcher(config: TrainConfig, use_cpu: bool) -> None:
         raise UserError(
             "accelerate must start the processes it was asked for, got one: without a GPU --num_processes alone "
             "starts no second one; add --multi_gpu, which means several processes also on a CPU, or use torchrun"
+        )
+    num_here, num_gpus = int(env.get("LOCAL_WORLD_SIZE", "1")), 0 if use_cpu else torch.cuda.device_count()
+    hidden = num_gpus == 1 and "CUDA_VISIBLE_DEVICES" in env  # a launcher may show each process its own
+    if not use_cpu and num_here > num_gpus and not hidden:
+        raise UserError(
+            f"every process must have a GPU of its own, got {num_here} processes on a machine with {num_gpus}; "
+            f"start {num_gpus}, with --num_processes or a file of configs/accelerate/"
         )
     if config.run.deepspeed is not None and env.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true"):
         raise UserError(
@@ -232,6 +261,20 @@ def _prepare_for_deepspeed(use_cpu: bool) -> None:
 
         # DeepSpeed would spend a minute compiling a shared-memory all-reduce; gloo's is enough for a head.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def _check_sections(settings: Any, path: Path) -> None:
+    """Compares the kinds of what is read here.
+
+    Raises:
+        UserError: they are others.
+    """
+    problems = [] if isinstance(settings, dict) else [f"  the file must be a mapping, got {settings!r}"]
+    for name in () if problems else ("zero_optimization", "bf16"):
+        if not isinstance(settings.get(name, {}), dict):
+            problems.append(f"  {name} must be a mapping, got {settings[name]!r}")
+    if problems:
+        raise UserError(f"a DeepSpeed config must have sections of settings ({path}):\n" + "\n".join(problems))
 
 
 def _deepspeed_path(name: str) -> Path:

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 DRAFT_SIZES = ("draft_vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 CEILING_SAMPLES = 500  # enough for two digits of tau, in a second
+MAX_LEARNING_RATE = 1e3  # far above any that trains; the first step's of AdamW, ten times this, must fit fp32
+MAX_MINUTES = 1e6  # two years; what torch counts a timeout in has an end
 MAX_SEED = 2**32  # times the stride between epochs, it is within torch's 64 bits
 
 
@@ -130,9 +132,14 @@ def check_settings(config: TrainConfig) -> None:
         "run.stop_after": 1.0 if config.run.stop_after is None else config.run.stop_after,
     }
     problems += [f"  {name} must be above 0, got {value}" for name, value in above_zero.items() if not value > 0]
-    for name in ("objective.ttt_decay", "optimizer.learning_rate"):
-        if above_zero[name] == math.inf:
-            problems.append(f"  {name} must be finite, got {above_zero[name]}")
+    at_most = {"optimizer.learning_rate": MAX_LEARNING_RATE, "run.timeout": MAX_MINUTES}
+    problems += [
+        f"  {name} must be at most {limit:g}, got {above_zero[name]}"
+        for name, limit in at_most.items()
+        if above_zero[name] > limit
+    ]
+    if config.objective.ttt_decay == math.inf:
+        problems.append(f"  objective.ttt_decay must be finite, got {config.objective.ttt_decay}")
     if not 0 <= optimizer.weight_decay < math.inf:
         problems.append(f"  optimizer.weight_decay must be 0 or more, got {optimizer.weight_decay}")
     seeds = {"data.seed": config.data.seed, "run.seed": config.run.seed}

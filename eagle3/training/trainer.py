@@ -22,7 +22,7 @@ from eagle3.training.checkpoints import (
     initial_state,
     newest_checkpoint,
 )
-from eagle3.training.distributed import World, check_same, from_main, quiet_other_ranks, start
+from eagle3.training.distributed import World, check_same, ending_together, from_main, quiet_other_ranks, start
 from eagle3.training.engine import Engine, TTTModule
 from eagle3.training.faults import LossSpikes, keep_stopped
 from eagle3.training.inputs import Inputs, largest_micro_batch, load_inputs
@@ -273,11 +273,12 @@ def begin_or_resume(config: TrainConfig, inputs: Inputs, engine: Engine) -> tupl
     state = initial_state(config, inputs.store)
     check_same("the store's digest", state.store_digest)
     checkpoint = None
-    if world.is_main:
-        old_dir = run_dir_to_resume(config.run)
-        checkpoint = None if old_dir is None else newest_checkpoint(old_dir)
-        if old_dir is not None and checkpoint is None:
-            logger.info("%s has no whole checkpoint to resume; starting anew", old_dir)
+    with ending_together():
+        if world.is_main:
+            old_dir = run_dir_to_resume(config.run)
+            checkpoint = None if old_dir is None else newest_checkpoint(old_dir)
+            if old_dir is not None and checkpoint is None:
+                logger.info("%s has no whole checkpoint to resume; starting anew", old_dir)
     checkpoint = from_main(checkpoint)
     if checkpoint is not None:
         check_same_run(checkpoint, state)
@@ -286,20 +287,26 @@ def begin_or_resume(config: TrainConfig, inputs: Inputs, engine: Engine) -> tupl
         logger.info("resumed %s", checkpoint.path)
         run_dir, state = checkpoint.path.parent, checkpoint.state
     else:
-        run_dir = from_main(new_run_dir(Path(config.run.dir)) if world.is_main else Path(config.run.dir))
+        run_dir = Path(config.run.dir)
+        with ending_together():
+            if world.is_main:
+                run_dir = new_run_dir(run_dir)
+        run_dir = from_main(run_dir)
         logger.info("new run in %s", run_dir)
-    if world.is_main:
-        identity = identify(
-            run_dir, config.tracking, "train", inputs=[Path(config.data.path)], resumes=checkpoint is not None
-        )
-        write_provenance(run_dir, identity, config, facts(config, inputs, engine, state))
+    with ending_together():
+        if world.is_main:
+            identity = identify(
+                run_dir, config.tracking, "train", inputs=[Path(config.data.path)], resumes=checkpoint is not None
+            )
+            write_provenance(run_dir, identity, config, facts(config, inputs, engine, state))
     return run_dir, state
 
 
 def open_tracker(run: Run, state: TrainState) -> contextlib.AbstractContextManager[Tracker | None]:
     """Opens the run's tracker on the main rank; the others get None."""
-    if not run.engine.world.is_main:
-        return contextlib.nullcontext()
-    tracker = Tracker(run.dir, open_board(run.dir, run.config.tracking), step=state.step)
-    show_inputs(tracker, run.inputs.store, state.store_digest)
-    return tracker
+    tracker = None
+    with ending_together():
+        if run.engine.world.is_main:
+            tracker = Tracker(run.dir, open_board(run.dir, run.config.tracking), step=state.step)
+            show_inputs(tracker, run.inputs.store, state.store_digest)
+    return contextlib.nullcontext() if tracker is None else tracker

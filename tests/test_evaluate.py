@@ -95,6 +95,8 @@ def test_a_local_evaluation_writes_every_figure(
     assert set(result["seconds"]) == {"load", "decode", "decode_untrained", "simulate", "time"}
     assert result["peak_memory_bytes"] > 2**20
     assert result["config"]["max_new_tokens"] == 12
+    assert result["drafter_config"] == json.loads((drafter / "config.json").read_text())
+    assert len(result["chat_template_digest"]) == 32
     questions = read_questions(tmp_path / "out" / "questions.jsonl")
     assert set(questions) == {"trained", "untrained", "simulated"}
     assert [each.answer.sample_id for each in questions["trained"]] == ["p0", "p1", "p2", "p3", "p1"]

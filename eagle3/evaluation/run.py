@@ -33,6 +33,7 @@ from eagle3.evaluation.serving import check_serve, evaluate_serving
 from eagle3.evaluation.simulate import open_store, simulate_store
 from eagle3.evaluation.turns import ask_all, asked, select_conversations
 from eagle3.files import write_whole
+from eagle3.prompts.rendering import make_renderer
 from eagle3.prompts.tokenizers import end_token_ids, load_tokenizer
 from eagle3.tracking import PROVENANCE_NAME, digest_file, git_state, identify, open_board, write_provenance
 
@@ -63,7 +64,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
             report = dataclasses.replace(report, findings=report.findings + _explain(config))
         report = dataclasses.replace(report, peak_memory_bytes=_peak_memory_bytes())
         _show_results(board, report)
-    result = report.to_dict() | {"config": config_to_dict(config), "git": git_state()}
+    result = report.to_dict() | _setting(config)
     write_questions(out / QUESTIONS_NAME, {name: each.questions for name, each in report.measured().items()})
     console = Console()
     report.print(console)
@@ -75,11 +76,12 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
 def _evaluate_serving(config: EvaluateConfig, board: Board) -> dict[str, Any]:
     """Measures servers of ours, and writes table, Markdown, page and figures."""
     out, console = Path(config.out), Console()
+    setting = _setting(config)
     report = None
     for report in evaluate_serving(config):  # written each time, so that what ends it costs a cell and no more
-        _write_figures(report, config)
+        _write_figures(report, config, setting)
     assert report is not None, "an evaluation yields a report or raises"
-    result = _write_pages(report, config)
+    result = _write_pages(report, config, setting)
     serving_report.print_report(report, console)
     for table in serving_report.text_tables(report):
         board.table(table.title, table.headings, table.rows)
@@ -93,10 +95,22 @@ def _evaluate_serving(config: EvaluateConfig, board: Board) -> dict[str, Any]:
     return result
 
 
-def _write_figures(report: ServingReport, config: EvaluateConfig) -> dict[str, Any]:
+def _setting(config: EvaluateConfig) -> dict[str, Any]:
+    """Returns what the figures depend on besides the engine: settings, code, drafter and template, where they are."""
+    found: dict[str, Any] = {"config": config_to_dict(config), "git": git_state()}
+    drafter = Path(config.drafter) / "config.json" if config.drafter is not None else None
+    if drafter is not None and drafter.is_file():  # with --server it may be on another machine
+        found["drafter_config"] = json.loads(drafter.read_text(encoding="utf-8"))
+    if config.target is not None and Path(config.target.path).is_dir():
+        tokenizer = load_tokenizer(config.target.path, config.target.trust_remote_code)
+        found["chat_template_digest"] = make_renderer(tokenizer, config.prompts).template_digest()
+    return found
+
+
+def _write_figures(report: ServingReport, config: EvaluateConfig, setting: dict[str, Any]) -> dict[str, Any]:
     """Writes answers, their counters, and the figures; returns the figures."""
     out = Path(config.out)
-    result = serving_report.to_dict(report, config.seed) | {"config": config_to_dict(config), "git": git_state()}
+    result = serving_report.to_dict(report, config.seed) | setting
     lines = [json.dumps(line) + "\n" for served in report.served for line in served.lines()]
     write_whole(out / ANSWERS_NAME, "".join(lines))
     write_questions(out / QUESTIONS_NAME, report.questions())
@@ -104,7 +118,7 @@ def _write_figures(report: ServingReport, config: EvaluateConfig) -> dict[str, A
     return result
 
 
-def _write_pages(report: ServingReport, config: EvaluateConfig) -> dict[str, Any]:
+def _write_pages(report: ServingReport, config: EvaluateConfig, setting: dict[str, Any]) -> dict[str, Any]:
     """Writes what people look at, and the figures once more; returns them."""
     out = Path(config.out)
     pictures = serving_charts.draw(report)
@@ -112,7 +126,7 @@ def _write_pages(report: ServingReport, config: EvaluateConfig) -> dict[str, Any
         (out / f"{name}.png").write_bytes(picture)
     write_whole(out / "report.md", serving_report.markdown(report))
     write_whole(out / "report.html", serving_report.page(report, pictures))
-    return _write_figures(report, config)
+    return _write_figures(report, config, setting)
 
 
 def _explain(config: EvaluateConfig) -> list[str]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,11 +13,12 @@ from tiny_training import tiny_config, write_target_and_store
 from eagle3.config import TrainConfig, UserError
 from eagle3.draft.layer import finish
 from eagle3.training.batches import Batches, Position, StepBatch
-from eagle3.training.distributed import start
+from eagle3.training.distributed import World, start
 from eagle3.training.engine import Engine, TTTModule
 from eagle3.training.inputs import Inputs, load_inputs
 from eagle3.training.memory import MemoryPlan
 from eagle3.training.optimizer_step import take_step
+from eagle3.training.packs import CodedPack, PackReader
 from eagle3.training.sequence_split import Ranks
 from eagle3.training.stopping import StopSignal
 from eagle3.training.validation import validate
@@ -172,6 +174,45 @@ def test_a_validation_without_room_names_its_samples(base: TrainConfig, monkeypa
             engine, inputs.store, inputs.held_out_indices, batch_tokens=1000, bars=Progress(disable=True),
             stop=StopSignal(), watch=Watch(engine.world, timeout=1.0), step=0,
         )  # fmt: skip
+
+
+def test_a_held_out_sample_that_is_not_finite_gives_no_tau(base: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its choices would be those among scores that cannot be compared, and the best checkpoint that by such a tau."""
+    engine, inputs, _ = make_engine(base)
+    victim = inputs.held_out_indices[1]
+    read = PackReader.read
+
+    def read_damaged(reader: PackReader, indices: Sequence[int]) -> CodedPack:
+        pack = read(reader, indices)
+        if victim in indices:
+            pack.aux.codes[: pack.tokens.document_lengths[0]] = torch.nan
+        return pack
+
+    monkeypatch.setattr(PackReader, "read", read_damaged)
+    name = inputs.store.entries[victim].sample_id
+    with pytest.raises(FloatingPointError, match=rf"held-out loss must be finite, .* at step 7 \(samples '{name}'\);"):
+        validate(
+            engine, inputs.store, inputs.held_out_indices, batch_tokens=20, bars=Progress(disable=True),
+            stop=StopSignal(), watch=Watch(engine.world, timeout=1.0), step=7,
+        )  # fmt: skip
+
+
+def test_ranks_begin_as_many_parts_of_a_validation(base: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the one with fewer samples would be taken for the one behind, whoever hangs later."""
+    engine, inputs, _ = make_engine(base)
+    indices = inputs.held_out_indices[:3]
+    numbers = []
+    for rank in range(2):
+        monkeypatch.setattr(engine, "world", World(rank, 2, engine.world.device))
+        begun: list[str] = []
+        watch = Watch(engine.world, timeout=1.0)
+        monkeypatch.setattr(watch, "at", lambda part, step, begun=begun: begun.append(part))
+        validate(
+            engine, inputs.store, indices, batch_tokens=20, bars=Progress(disable=True), stop=StopSignal(),
+            watch=watch, step=0,
+        )  # fmt: skip
+        numbers.append(len(begun))
+    assert numbers == [2, 2]
 
 
 def test_gradients_are_clipped_by_their_global_norm(base: TrainConfig) -> None:

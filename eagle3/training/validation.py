@@ -51,32 +51,48 @@ def validate(
     """Scores the samples at `indices`, dealt over the ranks; every rank gets the same result.
 
     None comes back if a rank was asked to stop: what is left may take longer than whoever asks will wait.
+
+    Raises:
+        FloatingPointError: a loss is not finite, on all ranks: of choices among such scores no tau can be made.
+        UserError: a micro-batch does not fit the GPU's memory.
     """
     module, world = engine.module, engine.world
     ttt_steps = module.objective.ttt_steps
     sums = torch.zeros(4, ttt_steps, dtype=torch.float64, device=world.device)
     questions: list[Question] = []
+    not_finite: list[str] = []  # samples
     packs = deal([store.entries[index].num_tokens for index in indices], batch_tokens, world.size)
     bar = bars.add_task("held-out samples", total=len(indices) / world.size)
     reader = PackReader(store, READ_THREADS, pin=world.device.type == "cuda", embed_tokens=module.host_embeddings)
-    wanted = ([indices[i] for i in members] for members in packs[world.rank :: world.size] if members)
+    mine = packs[world.rank :: world.size]
+    wanted = ([indices[i] for i in members] for members in mine if members)
     for coded in prefetched(reader.read, wanted, depth=2):
         watch.at("validation", step)
         if stop.requested:
             break
         try:
             (packed,) = on_device([coded], world.device)
-            sums += module(packed)[1]
+            pack_sums = module(packed)[1]
             with module.autocast():
                 chains = chain_matches(module.drafter, module.target.embed_tokens, packed, ttt_steps)
         except torch.OutOfMemoryError as error:
             message = out_of_memory_message(coded, module.memory_plan, batch_tokens, str(error))
             raise UserError(f"in a validation {message}") from None
+        if not pack_sums.isfinite().all():
+            not_finite += coded.tokens.sample_ids
+        sums += pack_sums
         questions += of_pack(coded.tokens, answer_rounds(packed, chains))
         bars.advance(bar, len(packed.sample_ids))
     bars.remove_task(bar)
+    if not mine[-1]:
+        watch.at("validation", step)  # every rank begins as many parts, by which it is found who is behind
     if any(gather(stop.requested)):
         return None
+    if names := [repr(name) for part in gather(not_finite) for name in part]:
+        raise FloatingPointError(
+            f"the held-out loss must be finite, got another in micro-batches of {len(names)} samples at step {step} "
+            f"(samples {', '.join(names)}); capture them again, or lower optimizer.learning_rate"
+        )
     # By sample, so that the resampling does not depend on how they were dealt; answers of one stay in order.
     everywhere = sorted((each for part in gather(questions) for each in part), key=lambda each: each.answer.sample_id)
     acceptance = summarise([question.answer for question in everywhere], BOOTSTRAP_SEED)

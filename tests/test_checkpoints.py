@@ -202,7 +202,15 @@ def test_what_does_not_change_the_maths_may_change(tmp_path: Path) -> None:
         deterministic=True,
     )  # fmt: skip
     data = dataclasses.replace(CONFIG.data, path="moved", batch_tokens=17)
-    resumed_with(dataclasses.replace(CONFIG, run=run, data=data), tmp_path)
+    target = dataclasses.replace(CONFIG.target, path="moved", device="auto", capture_layers=None)
+    resumed_with(dataclasses.replace(CONFIG, run=run, data=data, target=target), tmp_path)
+
+
+def test_another_dtype_of_the_target_is_refused(tmp_path: Path) -> None:
+    """Its head makes what the drafter is scored against."""
+    target = dataclasses.replace(CONFIG.target, dtype="bfloat16")
+    with pytest.raises(UserError, match=r"target\.dtype must be 'float32', got 'bfloat16'"):
+        resumed_with(dataclasses.replace(CONFIG, target=target), tmp_path)
 
 
 def test_a_store_has_another_digest_once_it_grows(tmp_path: Path) -> None:

@@ -34,9 +34,11 @@ STEP_PATTERN = re.compile(r"step-(\d{6,})")
 UNREADABLE = (OSError, ValueError, TypeError, KeyError, SafetensorError)  # what reading a damaged checkpoint raises
 
 # Settings that say where a run goes on, what it is called and how its samples are cut up; the others are the maths.
+# The store says what target and layers its features are of; in what dtype its head is multiplied it does not.
 FREE_SETTINGS = {
-    "target", "tracking", "data.path", "data.batch_tokens", "data.split_sequences", "data.read_threads",
-    "data.prefetch_steps", "data.embeddings", "data.cache_bytes",
+    "target.path", "target.device", "target.capture_layers", "target.trust_remote_code", "tracking",
+    "data.path", "data.batch_tokens", "data.split_sequences", "data.read_threads", "data.prefetch_steps",
+    "data.embeddings", "data.cache_bytes",
     "run.dir", "run.resume", "run.save_every", "run.validate_every", "run.log_every", "run.keep_last", "run.keep_best",
     "run.timeout", "run.patience", "run.stop_after", "run.deepspeed", "run.deterministic",
 }  # fmt: skip

@@ -162,11 +162,14 @@ def digest_file(path: Path) -> str:
 class Tracker:
     """Where a run's numbers go; opened by the main rank alone."""
 
-    def __init__(self, run_dir: Path, board: Board, *, step: int) -> None:
-        """Opens metrics.jsonl for a run that goes on after `step`: later lines of a killed run go."""
+    def __init__(self, run_dir: Path, board: Board, *, step: int, is_validated: bool = True) -> None:
+        """Opens metrics.jsonl for a run that goes on after `step`: later lines of a killed run go.
+
+        Where the step is still to be validated, so does a validation that was not saved.
+        """
         self.board = board
         self._path = run_dir / METRICS_NAME
-        _keep_lines_until(self._path, step)
+        _keep_lines_until(self._path, step, is_validated)
         self._file = self._path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -199,7 +202,7 @@ def open_board(run_dir: Path, config: TrackingConfig) -> Board:
     return Board(run_dir, config, Identity(**session["run"]), {**session["config"], "provenance": provenance})
 
 
-def _keep_lines_until(path: Path, step: int) -> None:
+def _keep_lines_until(path: Path, step: int, is_validated: bool) -> None:
     if not path.exists():
         return
     kept = []
@@ -208,7 +211,8 @@ def _keep_lines_until(path: Path, step: int) -> None:
             values = json.loads(line)
         except ValueError:
             continue  # cut short by a kill
-        if values["step"] <= step:
+        comes_again = values["step"] == step and not is_validated and "held_out/tau" in values
+        if values["step"] <= step and not comes_again:
             kept.append(line + "\n")
     write_whole(path, "".join(kept))
 

@@ -185,3 +185,15 @@ def test_a_file_is_digested_whole(tmp_path: Path) -> None:
     content = bytes(range(256)) * 5000  # more than one block
     (tmp_path / "f").write_bytes(content)
     assert digest_file(tmp_path / "f") == xxhash.xxh3_128_hexdigest(content)
+
+
+def test_a_validation_that_comes_again_is_no_line_twice(tmp_path: Path) -> None:
+    """A run that was killed between a validation and its save goes on from a save before it, of the same step."""
+    board = Board(tmp_path, OFF, IDENTITY, {})
+    with Tracker(tmp_path, board, step=0) as tracker:
+        for step in (4, 8):
+            tracker.log(step, {"loss": 1.0})
+            tracker.log(step, {"held_out/tau": 1.5})
+    for is_validated, num_lines in ((True, 4), (False, 3)):
+        with Tracker(tmp_path, board, step=8, is_validated=is_validated) as tracker:
+            assert len(tracker.lines()) == num_lines

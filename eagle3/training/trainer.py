@@ -307,6 +307,7 @@ def open_tracker(run: Run, state: TrainState) -> contextlib.AbstractContextManag
     tracker = None
     with ending_together():
         if run.engine.world.is_main:
-            tracker = Tracker(run.dir, open_board(run.dir, run.config.tracking), step=state.step)
+            board = open_board(run.dir, run.config.tracking)
+            tracker = Tracker(run.dir, board, step=state.step, is_validated=state.validated_step == state.step)
             show_inputs(tracker, run.inputs.store, state.store_digest)
     return contextlib.nullcontext() if tracker is None else tracker

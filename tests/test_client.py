@@ -12,7 +12,7 @@ from safetensors import safe_open
 from sglang_servers import CHUNK, COUNTING_CHANNEL, server_config, write_counting_target
 
 from eagle3.capture.client import SGLangEngine
-from eagle3.capture.engine import Captured, SetAside
+from eagle3.capture.engine import Captured, CodedCapture, SetAside
 from eagle3.capture.generation import Generation
 from eagle3.capture.inprocess import TransformersEngine
 from eagle3.capture.launch import ServerError
@@ -210,7 +210,7 @@ def test_boundary_k_is_what_enters_layer_k_and_a_killed_server_comes_back(
         process = servers[0].process
         assert process is not None
         sequences = random_ids(*[11] * 40, vocab_size=300)
-        results: dict[int, Captured | SetAside] = {}
+        results: dict[int, Captured | CodedCapture | SetAside] = {}
         for index, result in engine.capture_each(sequences):
             results[index] = result
             if len(results) == 5:

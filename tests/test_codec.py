@@ -18,6 +18,7 @@ from eagle3.features.codec import (
     encode,
     group_size,
     num_outliers,
+    rounding_steps,
     state_bytes,
 )
 from eagle3.features.store import FeatureStore
@@ -86,6 +87,29 @@ def test_int8_errs_by_half_a_step_of_its_own_group_at_most() -> None:
     is_outlier = coded.codes.view(6, -1, 96).numpy() == 0
     limit = 0.51 * coded.scales.double().numpy()[:, :, None] + is_outlier * outlier_error
     assert (error <= limit).all(), float((error - limit).max())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("codec", ["int8", "fp8"])
+def test_rounding_steps_hold_what_a_codec_errs_and_are_no_wider(codec: Codec, dtype: torch.dtype) -> None:
+    states = states_with_a_sink(num_rows=40).to(dtype)
+    coded = encode(states, HIDDEN, codec)
+    error = (decode(coded, HIDDEN, dtype).double() - states.double()).abs()
+    steps = rounding_steps(coded, HIDDEN).double()
+    # Half a step, and a little since the scale is rounded; what is decoded to bf16 is rounded twice.
+    limit = 0.51 if dtype == torch.float32 else 0.51 * 2**0.5
+    assert (error <= limit * steps).all(), float((error / steps).max())
+    kept = coded.codes.float() != 0
+    # Evenly spread within a step, an error's deviation is 1 / sqrt(12) = 0.29 of it; bf16's own rounding widens steps.
+    assert 0.2 < float((error / steps)[kept].square().mean().sqrt()) < 0.3
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_rows_of_coded_states_are_the_coded_rows(codec: Codec) -> None:
+    states, rows = states_with_a_sink().float(), torch.tensor([1, 4, 5], dtype=torch.int32)
+    seen, wanted = encode(states, HIDDEN, codec).at(rows), encode(states[rows], HIDDEN, codec)
+    for name, tensor in vars(wanted).items():
+        assert getattr(seen, name) is None if tensor is None else torch.equal(getattr(seen, name), tensor), name
 
 
 @pytest.mark.parametrize(("codec", "share"), [("int8", 0.01), ("fp8", 0.04)])

@@ -30,8 +30,10 @@ from eagle3.config import (
     TargetConfig,
     UserError,
 )
+from eagle3.features.codec import Codec, encode
 from eagle3.features.record import FeatureSample, supervised_rows
 from eagle3.features.store import FeatureStore
+from eagle3.features.stored import join_columns
 from eagle3.features.writer import QuotaReached
 from eagle3.prompts.rendering import ChatRenderer
 from eagle3.prompts.tokenizers import load_tokenizer
@@ -367,6 +369,24 @@ def test_samples_that_are_not_finite_are_set_aside_once(
             "reason": "aux_hidden_states must be finite, got 2 rows that are not, first at token 3",
         }
     assert "row-4" not in contents(tmp_path / "store")
+
+
+@pytest.mark.parametrize("codec", ["int8", "fp8"])
+@pytest.mark.parametrize("part", ["aux", "last"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_states_that_are_not_finite_are_seen_when_they_are_coded(codec: Codec, part: str, value: str) -> None:
+    name, rows = f"{part}_hidden_states", torch.tensor([2, 4, 5, 7], dtype=torch.int32)
+    for places in ([], [(1, 3)], [(2, column) for column in range(32)], [(1, 0), (3, 5)]):
+        states = torch.randn(9 if part == "aux" else 4, 64, generator=torch.Generator().manual_seed(0))
+        for place in places:
+            states[place] = float(value)
+        whole = {"aux_hidden_states": torch.ones(9, 64), "last_hidden_states": torch.ones(4, 64), name: states}
+        ids, mask = torch.arange(9, dtype=torch.int32), torch.ones(9, dtype=torch.bool)
+        sample = FeatureSample("x", ids, mask, last_rows=rows, **whole)
+        aux, last = (encode(whole[f"{each}_hidden_states"], 64, codec) for each in ("aux", "last"))
+        stored = join_columns("x", {"input_ids": ids, "last_rows": rows, "loss_mask": mask}, aux=aux, last=last)
+        assert pipeline.find_coded_fault(stored) == pipeline.find_fault(sample)
+        assert (pipeline.find_fault(sample) is None) == (places == [])
 
 
 def test_too_many_of_them_fail_the_run(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

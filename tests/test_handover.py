@@ -17,9 +17,11 @@ from torch import Tensor
 
 import eagle3.capture.handover as handover
 from eagle3.capture.handover import Handover
+from eagle3.capture.plugin import code_rows
 from eagle3.capture.sample_writer import MAX_UNFINISHED
-from eagle3.capture.staging import Part, error_path, partial_path, request_id, sample_path
+from eagle3.capture.staging import AUX_NAME, LAST_NAME, Part, error_path, partial_path, request_id, sample_path
 from eagle3.capture.staging_area import read_sample
+from eagle3.features.codec import Codec, encode, state_bytes
 
 HIDDEN = 6
 
@@ -44,11 +46,13 @@ def hand_over(directory: Path, *forwards: Forward) -> Handover:
     return taker
 
 
-def forward_of(*parts: Part, num_rows: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Forward:
+def forward_of(
+    *parts: Part, num_rows: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16, hidden_size: int = HIDDEN
+) -> Forward:
     generator = torch.Generator().manual_seed(seed)
     tensors = {"input_ids": torch.randint(99, (num_rows,), generator=generator)}
     for name in ("last_hidden_states", "aux_hidden_states.0", "aux_hidden_states.1"):
-        tensors[name] = torch.randn(num_rows, HIDDEN, generator=generator).to(dtype)
+        tensors[name] = torch.randn(num_rows, hidden_size, generator=generator).to(dtype)
     return Forward(list(parts), tensors)
 
 
@@ -73,8 +77,39 @@ def test_rows_of_a_batch_go_to_their_own_files(tmp_path: Path, dtype: torch.dtyp
             assert torch.equal(tensor, rows_of(forward, name, start, stop)), name
         sample = read_sample(path)
         wanted = torch.cat([rows_of(forward, f"aux_hidden_states.{i}", start, stop) for i in (0, 1)], dim=1)
-        assert torch.equal(sample.aux_hidden_states, wanted)
+        assert torch.equal(sample.aux.codes, wanted)
+        assert (sample.codec, sample.dtype) == (None, str(dtype).removeprefix("torch."))
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("codec", ["int8", "fp8"])
+def test_coded_rows_are_the_rows_coded(tmp_path: Path, codec: Codec) -> None:
+    chunked, whole = request_id(7, "chunked"), request_id(3, "whole")
+    forwards = [
+        forward_of(Part(chunked, 7, 0, 1, 5), num_rows=6, seed=1, hidden_size=24),
+        forward_of(Part(chunked, 7, 5, 0, 2), Part(whole, 3, 0, 2, 3), num_rows=5, seed=2, hidden_size=24),
+    ]
+    taker = Handover(tmp_path)
+    for forward in forwards:
+        taker.submit(forward.parts, code_rows(forward.tensors, codec), {"codec": codec, "dtype": "bfloat16"})
+    for request, pieces in ((chunked, [(0, 1, 6), (1, 0, 2)]), (whole, [(1, 2, 5)])):
+        path = wait_for_file(sample_path(tmp_path, request))
+        assert load_file(path)[f"{LAST_NAME}.outlier_columns"].dtype == torch.int16  # by the library
+        sample = read_sample(path)
+        rows = {
+            name: torch.cat([rows_of(forwards[number], name, start, stop) for number, start, stop in pieces])
+            for name in forwards[0].tensors
+        }
+        assert torch.equal(sample.input_ids, rows["input_ids"])
+        aux = torch.cat([rows[f"{AUX_NAME}.{i}"] for i in (0, 1)], dim=1)
+        wanted = {"aux": encode(aux, 24, codec), "last": encode(rows[LAST_NAME], 24, codec)}
+        for part, states in wanted.items():
+            for name, tensor in vars(states).items():
+                seen = getattr(getattr(sample, part), name)
+                assert seen.dtype == tensor.dtype
+                assert torch.equal(seen.view(torch.uint8), tensor.view(torch.uint8)), (part, name)
+        assert (sample.codec, sample.dtype) == (codec, "bfloat16")
+        assert sample.num_bytes == len(sample.input_ids) * (8 + 3 * state_bytes(codec, 24))
 
 
 def test_chunks_are_joined_and_nothing_shows_before_the_last(tmp_path: Path) -> None:
@@ -90,7 +125,7 @@ def test_chunks_are_joined_and_nothing_shows_before_the_last(tmp_path: Path) -> 
     submit(taker, chunks[2])
     sample = read_sample(wait_for_file(sample_path(tmp_path, request)))
     wanted = [rows_of(chunk, "last_hidden_states", 1, 1 + b - a) for chunk, (a, b) in zip(chunks, bounds, strict=True)]
-    assert torch.equal(sample.last_hidden_states, torch.cat(wanted))
+    assert torch.equal(sample.last.codes, torch.cat(wanted))
     assert [path.name for path in tmp_path.iterdir()] == [f"{request}.safetensors"]
 
 

@@ -12,6 +12,7 @@ from eagle3.capture.engine import Captured
 from eagle3.capture.inprocess import TransformersEngine
 from eagle3.capture.parity import ParityError, TargetFacts, check_parity, read_target
 from eagle3.config import RegenerateConfig, TargetConfig, UserError
+from eagle3.features.codec import Codec, decode, encode, rounding_steps
 from eagle3.prompts.tokenizers import load_tokenizer
 
 LAYERS = [2, 4, 5]
@@ -67,6 +68,53 @@ def spoil(engine: TransformersEngine, change: Callable[[Captured], Captured], mo
         return [change(each) for each in whole(sequences)]
 
     monkeypatch.setattr(engine, "capture", capture)
+
+
+def code(captured: Captured, codec: Codec) -> Captured:
+    """Codes states and decodes them, as they come from a server that codes."""
+    hidden_size, dtype = captured.last_hidden_states.shape[1], captured.last_hidden_states.dtype
+    aux, last = (encode(each, hidden_size, codec) for each in (captured.aux_hidden_states, captured.last_hidden_states))
+    return Captured(
+        decode(aux, hidden_size, dtype),
+        decode(last, hidden_size, dtype),
+        rounding_steps(aux, hidden_size),
+        rounding_steps(last, hidden_size),
+    )
+
+
+@pytest.mark.parametrize("codec", ["int8", "fp8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_right_states_pass_when_they_are_coded_and_others_do_not(
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch, codec: Codec, dtype: str
+) -> None:
+    engine, target = load(tiny_target, dtype)
+    sequences = make_sequences()
+    exact = check_parity(engine, target, sequences, None)
+    spoil(engine, lambda each: code(each, codec), monkeypatch)
+    report = check_parity(engine, target, sequences, None)
+    assert report.agreement >= 0.99
+    assert 0.002 < max(report.relative_error) < 0.05
+    assert 0.99 * exact.logit_noise < report.logit_noise  # the rounding of a logit goes with its size
+    assert exact.num_clear / 3 < report.num_clear <= exact.num_clear
+    shifted, _ = load(tiny_target, dtype)
+    shifted.capture_layers = [3, 5, 6]
+    monkeypatch.setattr(engine, "capture", shifted.capture)
+    spoil(engine, lambda each: code(each, codec), monkeypatch)
+    with pytest.raises(ParityError, match=r"captured layer 2 must be .*nearest is hidden_states\[3\]"):
+        check_parity(engine, target, sequences, None)
+
+
+@pytest.mark.parametrize("codec", ["int8", "fp8"])
+def test_another_models_head_is_noticed_when_states_are_coded(
+    tiny_target: Path, make_target: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: Codec
+) -> None:
+    engine, target = load(tiny_target)
+    other = make_target(tmp_path / "other", seed=9)
+    spoil(engine, lambda each: code(each, codec), monkeypatch)
+    with pytest.raises(
+        ParityError, match=r"argmax\(lm_head\(last\)\).* must be the engine's greedy tokens on 99%.*got"
+    ):
+        check_parity(engine, replace(target, path=str(other)), make_sequences(), None)
 
 
 def test_a_boundary_that_is_off_by_one_is_named(tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

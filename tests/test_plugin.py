@@ -26,10 +26,12 @@ from eagle3.capture.plugin import (
     check_engine,
     find_parts,
     parse_boundaries,
+    parse_codec,
     register,
 )
 from eagle3.capture.staging import DIRECTORY_VARIABLE, Part, request_id, sample_path
 from eagle3.capture.staging_area import read_sample
+from eagle3.features.codec import encode
 
 SETTINGS = EngineSettings(
     version="0.5.23",
@@ -217,8 +219,35 @@ def test_prefill_of_the_target_is_recorded(tmp_path: Path, is_packed: bool) -> N
     assert returned[5] is states
     sample = read_sample(wait_for_file(sample_path(tmp_path, request)))
     assert sample.input_ids.tolist() == [0, 1, 2, 3, 4]
-    assert torch.equal(sample.last_hidden_states, torch.arange(10.0).view(5, 2))
-    assert torch.equal(sample.aux_hidden_states, torch.cat(aux, dim=1)[:5])
+    assert torch.equal(sample.last.codes, torch.arange(10.0).view(5, 2))
+    assert torch.equal(sample.aux.codes, torch.cat(aux, dim=1)[:5])
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_states_are_coded_before_they_are_handed_over(tmp_path: Path, is_packed: bool) -> None:
+    processor, request = object(), request_id(5, "x")
+    aux = [torch.randn(6, 2, generator=torch.Generator().manual_seed(k)) for k in range(3)]
+    recorder = recorder_of(tmp_path, processor)
+    recorder._codec = "int8"
+    states: Tensor | list[Tensor] = torch.cat(aux, dim=1) if is_packed else aux
+    returned = run_logits(recorder, processor, batch_of("EXTEND", (request, 0, 5)), states)
+    assert returned[5] is states  # the model goes on with its own
+    sample = read_sample(wait_for_file(sample_path(tmp_path, request)))
+    assert sample.input_ids.tolist() == [0, 1, 2, 3, 4]
+    assert (sample.codec, sample.dtype) == ("int8", "float32")
+    wanted = {
+        "aux": encode(torch.cat(aux, dim=1)[:5], 2, "int8"),
+        "last": encode(torch.arange(10.0).view(5, 2), 2, "int8"),
+    }
+    for part, coded in wanted.items():
+        for name, tensor in vars(coded).items():
+            assert torch.equal(getattr(getattr(sample, part), name), tensor), (part, name)
+
+
+def test_codecs_are_those_that_take_a_byte_a_number() -> None:
+    assert [parse_codec(text) for text in ("", "int8", "fp8")] == [None, "int8", "fp8"]
+    with pytest.raises(CaptureError, match=r"EAGLE3_CAPTURE_CODEC must be int8 or fp8, or empty .*, got 'bf16'"):
+        parse_codec("bf16")
 
 
 def test_ids_of_a_multimodal_wrapper_are_those_of_its_batch(tmp_path: Path) -> None:

@@ -9,16 +9,23 @@ import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import requests
+import torch
 from sglang_servers import server_config
 
 from eagle3.capture.client import SGLangEngine
+from eagle3.capture.engine import CodedCapture
+from eagle3.capture.handover import Handover
 from eagle3.capture.launch import ServerError, ServerProcess
-from eagle3.capture.server import Server, capturing_servers, running_server
+from eagle3.capture.plugin import code_rows
+from eagle3.capture.server import Server, ServerFacts, capturing_servers, running_server
+from eagle3.capture.staging import AUX_NAME, LAST_NAME, Part, write_json
 from eagle3.capture.staging_area import StagingArea
 from eagle3.config import ServerConfig
+from eagle3.features.codec import decode, encode, state_bytes
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -88,6 +95,44 @@ def test_server_that_dies_on_its_first_sample_is_not_waited_for(
         SGLangEngine([server], area, ServerConfig(), [1])
     process.stop()
     assert time.monotonic() - started < 10
+
+
+def test_coded_states_are_taken_in_the_stores_codec_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, taker = Server("http://127.0.0.1:9"), Handover(tmp_path)
+    write_json(tmp_path / "plugin-1.json", {"boundaries": [1]})
+    states = torch.randn(3, 24, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    def record(path: str, body: dict[str, Any], timeout_seconds: float) -> dict[str, Any]:
+        tensors = {"input_ids": torch.tensor(body["input_ids"]), LAST_NAME: states, f"{AUX_NAME}.0": 2 * states}
+        metadata = {"codec": "int8", "dtype": "bfloat16"}
+        taker.submit([Part(body["rid"], 3, 0, 0, 3)], code_rows(tensors, "int8"), metadata)
+        return {"meta_info": {"prompt_tokens": 3, "finish_reason": {"type": "length"}}}
+
+    reserved = []
+
+    def reserve(area: StagingArea, num_bytes: int) -> bool:
+        reserved.append(num_bytes)
+        return whole(area, num_bytes)
+
+    whole = StagingArea.reserve
+    monkeypatch.setattr(StagingArea, "reserve", reserve)
+    monkeypatch.setattr(server, "post", record)
+    monkeypatch.setattr(server, "facts", lambda: ServerFacts("0.5.23", "", 100, {}))
+    with StagingArea(tmp_path, 1000, shared=True) as area:
+        with pytest.raises(ServerError, match=r"must record states as they are, got int8; set store.codec to that, or"):
+            SGLangEngine([server], area, ServerConfig(), [1])
+        with pytest.raises(ServerError, match=r"or coded in the store's fp8, got int8; .* EAGLE3_CAPTURE_CODEC=fp8"):
+            SGLangEngine([server], area, ServerConfig(), [1], "fp8")
+        engine = SGLangEngine([server], area, ServerConfig(), [1], "int8")
+        assert engine.facts.dtype == "bfloat16"
+        ((_, coded),) = engine.capture_each([[4, 5, 6]])
+        assert isinstance(coded, CodedCapture)
+        (captured,) = engine.capture([[4, 5, 6]])
+    assert reserved == 2 * [3 * (8 + 2 * state_bytes("int8", 24))]  # what the files take, not what was coded
+    wanted = encode(states, 24, "int8")
+    assert torch.equal(coded.last.codes, wanted.codes)
+    assert torch.equal(captured.last_hidden_states, decode(wanted, 24, torch.bfloat16))
+    assert torch.equal(captured.aux_hidden_states, decode(encode(2 * states, 24, "int8"), 24, torch.bfloat16))
 
 
 def test_patience_with_a_silent_server_is_shown_and_ends(

@@ -22,10 +22,13 @@ from eagle3.capture.server import capturing_servers
 from eagle3.config import ExtractConfig, RegenerateConfig, ServerConfig, UserError
 from eagle3.features.record import FeatureSample
 from eagle3.features.store import FeatureStore
+from eagle3.features.stored import StoredSample, encode_sample
+from eagle3.features.writer import FeatureWriter
 from eagle3.prompts.rendering import ChatRenderer
 from eagle3.prompts.tokenizers import load_tokenizer
 
 LAYERS = [2, 4, 5]
+HIDDEN = 64
 
 
 @dataclass(frozen=True)
@@ -183,16 +186,44 @@ def test_states_of_a_target_without_room_beside_the_server_are_not_compared(
     assert f"are not compared with transformers' own, since {parity['states_skipped']}" in caplog.text
 
 
-def test_command_starts_a_server_of_its_own_and_ends_it(
+def stored_samples(path: Path) -> dict[str, StoredSample]:
+    """Returns the samples of a store as they are stored, by id."""
+    store = FeatureStore(path)
+    assert store.verify() == []
+    return {entry.sample_id: store.read_stored(i) for i, entry in enumerate(store.entries)}
+
+
+def test_command_starts_a_server_of_its_own_that_codes_what_it_records(
     running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = write_prompts(tmp_path / "prompts.jsonl", prompt_rows(4))
     own = server_config(tmp_path, flags={"max-total-tokens": 4096})
     flags = [f"server.flags.{name}={value}" for name, value in own.flags.items() if name != "dtype"]
     env = [f"server.env.{name}={value}" for name, value in own.env.items()]
-    settings = [f"target.path={running.target}", "target.dtype=float32", f"store.path={tmp_path / 'store'}"]
-    settings += [f"server.python={own.python}", f"server.log={own.log}", "regenerate.max_new_tokens=4"]
-    run_command_line(monkeypatch, "--prompts", str(prompts), *settings, *flags, *env)
-    samples = contents(tmp_path / "store")
-    assert len(samples) == 4
+    settings = [f"target.path={running.target}", "target.dtype=float32", "regenerate.max_new_tokens=4"]
+    settings.append("server.max_requests=1")  # a forward for each sequence: two servers then agree in every bit
+    started = [f"server.python={own.python}", f"server.log={own.log}", *flags, *env]
+    attached = [f"server.urls=[{running.attached.urls[0]}]", f"server.staging_dir={running.attached.staging_dir}"]
+    with monkeypatch.context() as patch:  # nothing is left to be coded here
+        patch.setattr(FeatureWriter, "write", None)
+        run_command_line(
+            patch, "--prompts", str(prompts), *settings, *started, f"store.path={tmp_path / 'own'}", "store.codec=int8"
+        )
     assert Path(own.log).stat().st_size > 0
+    assert "coded as int8" in Path(own.log).read_text()
+    for name, codec in (("exact", "exact"), ("attached", "int8")):  # by a server that does not code
+        store = [f"store.path={tmp_path / name}", f"store.codec={codec}"]
+        run_command_line(monkeypatch, "--prompts", str(prompts), *settings, *attached, *store)
+    exact = contents(tmp_path / "exact")
+    assert len(exact) == 4
+    wanted = {name: encode_sample(sample, HIDDEN, "int8") for name, sample in exact.items()}
+    for name in ("own", "attached"):
+        seen = stored_samples(tmp_path / name)
+        assert seen.keys() == wanted.keys()
+        for sample_id, sample in wanted.items():
+            assert seen[sample_id].columns.keys() == sample.columns.keys()
+            for column, tensor in sample.columns.items():
+                assert torch.equal(seen[sample_id].columns[column], tensor), (name, sample_id, column)
+    parity = json.loads((tmp_path / "own" / "parity.json").read_text())
+    assert parity["states_skipped"] is None
+    assert 1e-4 < max(parity["relative_error"]) < 0.01  # decoded

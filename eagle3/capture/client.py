@@ -15,12 +15,15 @@ from torch import Tensor
 
 from eagle3.capture.asking import ask_answer, ask_prefill, ask_top_two, post_job, prefill_body, request_ids
 from eagle3.capture.dispatch import Dispatcher, Job, JobError
-from eagle3.capture.engine import Captured, EngineFacts, SetAside, StagingUse, TopTwo
+from eagle3.capture.engine import Captured, CodedCapture, EngineFacts, SetAside, StagingUse, TopTwo
 from eagle3.capture.generation import Generation
 from eagle3.capture.launch import ServerError
 from eagle3.capture.server import Server, ServerFacts
+from eagle3.capture.staging import CODEC_VARIABLE
 from eagle3.capture.staging_area import SampleError, StagingArea
 from eagle3.config import RegenerateConfig, ServerConfig, UserError
+from eagle3.features.codec import Codec, decode, rounding_steps
+from eagle3.features.manifest import DTYPES
 
 PROBE_IDS = [0, 1, 2]
 FILE_SECONDS = 60  # between an answer and its sample, at most: the server's writer may be gigabytes behind
@@ -46,18 +49,26 @@ class SGLangEngine:
     """Runs the target in servers that record."""
 
     def __init__(
-        self, servers: Sequence[Server], area: StagingArea, config: ServerConfig, capture_layers: Sequence[int]
+        self,
+        servers: Sequence[Server],
+        area: StagingArea,
+        config: ServerConfig,
+        capture_layers: Sequence[int],
+        codec: Codec | None = None,
     ) -> None:
-        """Waits until each server has recorded a sample.
+        """Waits until each server has recorded a sample; states may come coded in `codec`, that of the store.
 
         Raises:
-            UserError: a server died, does not answer, or records nothing or other layers; or two are not alike.
+            UserError: a server died, does not answer, or records nothing, other layers or in another codec; or two are
+                not alike.
         """
         self.capture_layers = list(capture_layers)
         self.servers = list(servers)
         self.area = area
         self._config = config
+        self._codec = codec
         self._dtypes: dict[str, str] = {}  # url -> dtype of what it recorded
+        self._bytes_per_token = 0  # of a sample, from the server whose are largest
         for server in servers:
             self._wait_until_ready(server)
         self.server_facts: list[ServerFacts] = [server.facts() for server in servers]
@@ -78,7 +89,7 @@ class SGLangEngine:
         return self._config.max_requests * len(self.servers)
 
     def capture(self, sequences: Sequence[Sequence[int]]) -> list[Captured]:
-        """Runs sequences and returns their states, in their order.
+        """Runs sequences and returns their states, in their order; decoded, if they come coded.
 
         Raises:
             UserError: a sequence has no states.
@@ -87,12 +98,12 @@ class SGLangEngine:
         for index, result in self.capture_each(sequences):
             if isinstance(result, SetAside):
                 raise UserError(f"sequence {index} must be captured, got {result.reason}")
-            captured[index] = result
+            captured[index] = _decoded(result, self.facts.dtype) if isinstance(result, CodedCapture) else result
         return [captured[index] for index in range(len(captured))]
 
     def capture_each(
         self, sequences: Iterable[Sequence[int]]
-    ) -> Generator[tuple[int, Captured | SetAside], None, None]:
+    ) -> Generator[tuple[int, Captured | CodedCapture | SetAside], None, None]:
         """Runs sequences, each taken when there is room for it; yields (its place, states) as they come.
 
         Raises:
@@ -214,9 +225,14 @@ class SGLangEngine:
                 f"{server.url} must record the boundaries {self.capture_layers}, got {boundaries}; "
                 f"start it with EAGLE3_CAPTURE_LAYERS={','.join(map(str, self.capture_layers))}"
             )
-        self._dtypes[server.url] = str(sample.last_hidden_states.dtype).removeprefix("torch.")
-        tensors = (sample.input_ids, sample.aux_hidden_states, sample.last_hidden_states)
-        self._bytes_per_token = sum(tensor.nbytes for tensor in tensors) // len(PROBE_IDS)
+        if sample.codec not in (None, self._codec):
+            wanted = f" or coded in the store's {self._codec}" if self._codec else ""
+            raise ServerError(
+                f"{server.url} must record states as they are{wanted}, got {sample.codec}; set store.codec to that, or "
+                f"start it with {CODEC_VARIABLE}={self._codec or ''}"
+            )
+        self._dtypes[server.url] = sample.dtype
+        self._bytes_per_token = max(self._bytes_per_token, sample.num_bytes // len(PROBE_IDS))
 
 
 class _Capture:
@@ -250,11 +266,13 @@ class _Capture:
                 raise requests.ConnectionError(str(error)) from error
             raise JobError(str(error)) from error
 
-    def collect(self, job: Job, answer: object) -> Captured:
+    def collect(self, job: Job, answer: object) -> Captured | CodedCapture:
         sample = self._area.take(job.request_id)
         if not torch.equal(sample.input_ids, torch.tensor(job.input_ids, dtype=sample.input_ids.dtype)):
             raise JobError(f"the states must be those of the sequence, got {len(sample.input_ids)} other tokens")
-        return Captured(sample.aux_hidden_states, sample.last_hidden_states)
+        if sample.codec is not None:
+            return CodedCapture(sample.aux, sample.last)
+        return Captured(sample.aux.codes, sample.last.codes)
 
     def clear(self, job: Job) -> None:
         self._area.discard(job.request_id)
@@ -278,3 +296,13 @@ class _Unrecorded:
 
     def clear(self, job: Job) -> None:
         """Nothing was claimed."""
+
+
+def _decoded(states: CodedCapture, dtype: str) -> Captured:
+    hidden_size = states.last.codes.shape[1]
+    return Captured(
+        decode(states.aux, hidden_size, DTYPES[dtype]),
+        decode(states.last, hidden_size, DTYPES[dtype]),
+        aux_steps=rounding_steps(states.aux, hidden_size),
+        last_steps=rounding_steps(states.last, hidden_size),
+    )

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from eagle3.capture.generation import Generation
 from eagle3.config import RegenerateConfig
+from eagle3.features.codec import CodedStates
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,17 @@ class Captured:
 
     aux_hidden_states: Tensor  # (T, A*D) entering each captured layer, side by side
     last_hidden_states: Tensor  # (T, D) after the final norm
+    # Of states that were coded and decoded, how far apart the numbers are that the codec can tell; None: as they were.
+    aux_steps: Tensor | None = None  # (T, A*D) fp32
+    last_steps: Tensor | None = None  # (T, D) fp32
+
+
+@dataclass(frozen=True)
+class CodedCapture:
+    """The states of one sequence as the engine has coded them, on the CPU."""
+
+    aux: CodedStates  # (T, A*D)
+    last: CodedStates  # (T, D)
 
 
 @dataclass(frozen=True)
@@ -75,8 +87,11 @@ class Engine(Protocol):
 
     def capture_each(
         self, sequences: Iterable[Sequence[int]]
-    ) -> Generator[tuple[int, Captured | SetAside], None, None]:
-        """Runs sequences, taken as there is room for them; yields (its place, states) in any order."""
+    ) -> Generator[tuple[int, Captured | CodedCapture | SetAside], None, None]:
+        """Runs sequences, taken as there is room for them; yields (its place, states) in any order.
+
+        Coded states are in the codec of the store that the engine was made for.
+        """
 
     def generate(
         self,

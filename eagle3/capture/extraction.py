@@ -211,7 +211,10 @@ def store_codec(config: ExtractConfig) -> Codec:
 
 
 def coding_device(config: ExtractConfig) -> torch.device | None:
-    """Returns where states are coded: beside a target in this process; a server leaves no room on its GPU."""
+    """Returns where states are coded that come as they are: beside a target in this process.
+
+    A server leaves no room on its GPU for others, and codes them itself if it is ours.
+    """
     is_on_gpu = config.engine == "transformers" and config.target.device != "cpu" and torch.cuda.is_available()
     return torch.device("cuda") if is_on_gpu else None
 

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,9 @@ SAFETENSORS_DTYPES = {
     torch.bfloat16: "BF16",
     torch.int32: "I32",
     torch.int64: "I64",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3",
 }
 
 
@@ -66,8 +70,10 @@ class Handover:
         for target in (self._announce, self._free):
             threading.Thread(target=target, name=f"eagle3-{target.__name__}", daemon=True).start()
 
-    def submit(self, parts: Sequence[Part], tensors: dict[str, Tensor]) -> None:
+    def submit(self, parts: Sequence[Part], tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
         """Takes a forward's rows, name -> (rows, ...); waits only while the writing process is too far behind.
+
+        `metadata` go into the header of each sample's file.
 
         Raises:
             RuntimeError: the writing process has died.
@@ -81,12 +87,14 @@ class Handover:
             dtype = SAFETENSORS_DTYPES[tensor.dtype]
             described.append([name, dtype, list(tensor.shape[1:]), row_bytes, begin, len(tensor)])
             begin += size
-        message = {
+        message: dict[str, Any] = {
             "memory_bytes": self._memory.numel(),
             "tensors": described,
             "parts": [astuple(part) for part in parts],
             "end": self._end,
         }
+        if metadata is not None:
+            message["metadata"] = metadata
         self._messages.put(_Message(json.dumps(message) + "\n", self._copy(tensors, rows)))
 
     def _claim(self, num_bytes: int) -> int:

@@ -5,6 +5,7 @@ cheap to see before the first sample is stored.
 """
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -64,7 +65,9 @@ class ParityReport:
     states_skipped: str | None  # why the states were not compared with transformers'; null: they were
     cosine: list[float]  # mean over rows, captured state against transformers' hidden_states; the last state at the end
     relative_error: list[float]  # mean over rows, likewise
-    logit_noise: float  # 99th percentile of the likeliest tokens' change between batch 1 and all samples, see `_noise`
+    # 99th percentile of the likeliest tokens' change between batch 1 and all samples, see `_noise`; of coded states, at
+    # least what rounding may change
+    logit_noise: float
     num_clear: int  # positions whose top-two margin is above twice the noise
     agreement: float  # of argmax(lm_head(last)) with the engine's greedy token, at clear positions
     agreement_everywhere: float  # likewise, at all positions
@@ -120,7 +123,7 @@ def check_parity(
     last = torch.cat([each.last_hidden_states for each in captured])  # (N, D)
     highest = (last @ lm_head.to(last.dtype).T).max(dim=-1)  # (N,) of the logits that the states give
     alone, batched = engine.top_two(gate_ids, together=False), engine.top_two(gate_ids, together=True)
-    logit_noise = _noise(alone, batched, highest.values)
+    logit_noise = max(_noise(alone, batched, highest.values), _coding_noise(captured, lm_head, highest.indices))
     greedy = torch.cat([top.ids[:, 0] for top in alone])  # (N,)
     is_clear = torch.cat([top.logprobs[:, 0] - top.logprobs[:, 1] for top in alone]) > 2 * logit_noise  # (N,)
     is_same = highest.indices == greedy  # (N,)
@@ -185,10 +188,10 @@ def _compare_states(
     wanted = [*reference.capture_layers, len(boundaries) - 1]
     states = [*aux.split(last.shape[1], dim=1), last]
     cosines, errors = [], []
-    for layer, state in zip(wanted, states, strict=True):
+    for layer, state, rounding in zip(wanted, states, _coding_errors(captured, states), strict=True):
         distances = [float(((state - own_).norm(dim=1) / own_.norm(dim=1)).mean()) for own_ in boundaries]
         nearest = min(range(len(distances)), key=distances.__getitem__)
-        limit = MAX_RELATIVE_ERROR[target.dtype]
+        limit = MAX_RELATIVE_ERROR[target.dtype] + rounding
         if distances[nearest] < distances[layer] or not distances[layer] <= limit:
             name = f"captured layer {layer}" if layer < wanted[-1] else "the last hidden state"
             raise ParityError(
@@ -199,6 +202,27 @@ def _compare_states(
         cosines.append(float(torch.cosine_similarity(state, boundaries[layer], dim=1).mean()))
         errors.append(distances[layer])
     return cosines, errors
+
+
+def _coding_errors(captured: list[Captured], states: list[Tensor]) -> list[float]:  # A+1 of (N, D)
+    """Returns the relative error of each state that its codec may cause, mean over rows; 0 of states as they were."""
+    pairs = [(each.aux_steps, each.last_steps) for each in captured]
+    steps = [torch.cat([aux, last], dim=1) for aux, last in pairs if aux is not None and last is not None]
+    if not steps:
+        return [0.0] * len(states)
+    # Half a step at each number, at most.
+    sized = zip(torch.cat(steps).split(states[0].shape[1], dim=1), states, strict=True)
+    return [float((step.norm(dim=1) / 2 / state.norm(dim=1)).mean()) for step, state in sized]
+
+
+def _coding_noise(captured: list[Captured], lm_head: Tensor, ids: Tensor) -> float:  # (V, D), (N,)
+    """Returns how far rounding by a codec moves the logits of `ids`: twice its deviation, 99th percentile."""
+    steps = [each.last_steps for each in captured if each.last_steps is not None]
+    if not steps:
+        return 0.0
+    # Rounding is even within a step, whose variance is a twelfth of its square.
+    moved = 2 * (torch.cat(steps) * lm_head[ids].float()).norm(dim=1) / math.sqrt(12)  # (N,)
+    return float(moved.kthvalue(max(1, round(NOISE_QUANTILE * moved.numel()))).values)
 
 
 def _noise(alone: Sequence[TopTwo], batched: Sequence[TopTwo], highest: Tensor) -> float:  # (N,) logits

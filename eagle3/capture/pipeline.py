@@ -4,18 +4,20 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from eagle3.capture.answers import AnswerLog
-from eagle3.capture.engine import Captured, Engine, SetAside
+from eagle3.capture.engine import Captured, CodedCapture, Engine, SetAside
 from eagle3.capture.generation import Generation
 from eagle3.capture.interrupts import Interrupts
 from eagle3.capture.parity import GATE_SAMPLES, check_parity
@@ -25,6 +27,7 @@ from eagle3.capture.selection import Row
 from eagle3.config import ExtractConfig, UserError
 from eagle3.features.index import write_atomically
 from eagle3.features.record import FeatureSample, supervised_rows
+from eagle3.features.stored import OPTIONAL_COLUMNS, ColumnKind, StoredSample, coded_states, column_kinds, join_columns
 from eagle3.features.writer import FeatureWriter
 from eagle3.prompts.conversations import BadRow
 from eagle3.prompts.lengths import render_row
@@ -203,18 +206,26 @@ class Pipeline:
                 report.num_clear,
             )
 
-    def _store(self, tokens: _Tokens, result: Captured | SetAside) -> None:
+    def _store(self, tokens: _Tokens, result: Captured | CodedCapture | SetAside) -> None:
         if isinstance(result, SetAside):
             self._quarantine(tokens, result.reason)
             return
+        if isinstance(result, CodedCapture):
+            stored = self._stored_sample(tokens, result)
+            self._write(tokens, find_coded_fault(stored), partial(self._writer.write_stored, stored))
+            return
         sample = self._sample(tokens, result)
         fault = find_fault(sample)
+        if fault is None:
+            sample = replace(sample, target_logz=self._engine.log_normaliser(sample.last_hidden_states))
+        self._write(tokens, fault, partial(self._writer.write, sample))
+
+    def _write(self, tokens: _Tokens, fault: str | None, write: Callable[[], None]) -> None:
         if fault is not None:
             self._quarantine(tokens, fault)
             return
-        sample = replace(sample, target_logz=self._engine.log_normaliser(sample.last_hidden_states))
         with self._interrupts.held():
-            self._writer.write(sample)
+            write()
             self._report.num_stored += 1
             self._report.num_bytes = self._writer.num_bytes - self._bytes_before
         self._report.num_tokens += len(tokens.input_ids)
@@ -235,8 +246,7 @@ class Pipeline:
 
     def _sample(self, tokens: _Tokens, states: Captured) -> FeatureSample:
         loss_mask = torch.tensor(tokens.loss_mask)
-        every_row = torch.arange(len(tokens.input_ids), dtype=torch.int32)
-        last_rows = every_row if self._config.store.last_rows == "all" else supervised_rows(loss_mask)
+        last_rows = self._last_rows(loss_mask)
         return FeatureSample(
             sample_id=tokens.row.conversation.id,
             input_ids=torch.tensor(tokens.input_ids, dtype=torch.int32),
@@ -245,6 +255,27 @@ class Pipeline:
             last_hidden_states=states.last_hidden_states[last_rows],
             last_rows=last_rows,
         )
+
+    def _stored_sample(self, tokens: _Tokens, states: CodedCapture) -> StoredSample:
+        """Returns the columns of states that came coded; whoever codes them has the head, so without `target_logz`."""
+        loss_mask = torch.tensor(tokens.loss_mask)
+        last_rows = self._last_rows(loss_mask)
+        known = {
+            "input_ids": torch.tensor(tokens.input_ids, dtype=torch.int32),
+            "last_rows": last_rows,
+            "loss_mask": loss_mask,
+        }
+        stored = join_columns(tokens.row.conversation.id, known, aux=states.aux, last=states.last.at(last_rows))
+        manifest = self._writer.manifest
+        kinds = column_kinds(manifest.codec, manifest.hidden_size, len(manifest.capture_layers))
+        seen = {name: ColumnKind(tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in stored.columns.items()}
+        wanted = {name: kind for name, kind in kinds.items() if name not in OPTIONAL_COLUMNS}
+        assert seen == wanted, f"columns must be {wanted}, got {seen} (sample {stored.sample_id!r})"
+        return stored
+
+    def _last_rows(self, loss_mask: Tensor) -> Tensor:  # (T,) -> (R,)
+        every_row = torch.arange(loss_mask.numel(), dtype=torch.int32)
+        return every_row if self._config.store.last_rows == "all" else supervised_rows(loss_mask)
 
     def _count(self, answered: Answered) -> None:
         self._report.num_unfinished += answered.num_unfinished
@@ -261,9 +292,25 @@ def find_fault(sample: FeatureSample) -> str | None:
     ):
         is_finite = states.isfinite().all(dim=1)  # (T,) or (R,)
         if not is_finite.all():
-            first = int(rows[~is_finite][0])
-            return f"{name} must be finite, got {int((~is_finite).sum())} rows that are not, first at token {first}"
+            return _not_finite(name, rows[~is_finite])
     return None
+
+
+def find_coded_fault(stored: StoredSample) -> str | None:
+    """Says the same of coded states: what is not finite is among the outliers, or makes a scale like it."""
+    columns = stored.columns
+    for part, rows in (("aux", torch.arange(columns["input_ids"].numel())), ("last", columns["last_rows"])):
+        coded = coded_states(columns, part)
+        assert coded.scales is not None, stored.sample_id
+        assert coded.outliers is not None, stored.sample_id
+        is_finite = coded.scales.isfinite().all(dim=1) & coded.outliers.isfinite().all(dim=1)  # (T,) or (R,)
+        if not is_finite.all():
+            return _not_finite(f"{part}_hidden_states", rows[~is_finite])
+    return None
+
+
+def _not_finite(name: str, rows: Tensor) -> str:
+    return f"{name} must be finite, got {rows.numel()} rows that are not, first at token {int(rows[0])}"
 
 
 def _append_line(path: Path, values: dict[str, Any]) -> None:

@@ -2,8 +2,9 @@
 
 SGLang loads it in each of its processes through the entry point group `sglang.srt.plugins`, and it records nothing
 unless EAGLE3_CAPTURE_DIR names a directory. Two hooks: after a model is loaded its EAGLE-3 capture is switched on, and
-around the target's LogitsProcessor the states of all tokens are copied. Layers are boundaries: k is the residual
-stream that enters layer k, whatever the model class adds to the ids that it is given.
+around the target's LogitsProcessor the states of all tokens are copied, coded before that if EAGLE3_CAPTURE_CODEC
+names a codec. Layers are boundaries: k is the residual stream that enters layer k, whatever the model class adds to
+the ids that it is given.
 """
 
 import itertools
@@ -20,7 +21,20 @@ from torch import Tensor
 
 from eagle3.capture.guard import register_guard
 from eagle3.capture.handover import Handover
-from eagle3.capture.staging import DIRECTORY_VARIABLE, LAYERS_VARIABLE, Part, tokens_of, write_json
+from eagle3.capture.staging import (
+    AUX_NAME,
+    BESIDE,
+    CODEC_KEY,
+    CODEC_VARIABLE,
+    DIRECTORY_VARIABLE,
+    DTYPE_KEY,
+    LAST_NAME,
+    LAYERS_VARIABLE,
+    Part,
+    tokens_of,
+    write_json,
+)
+from eagle3.features.codec import LARGEST_CODE, Codec, encode
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +78,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     # What is wrong with the variables is said when a model is loaded: SGLang only logs an error that is raised here.
-    recorder = Recorder(Path(directory), os.environ.get(LAYERS_VARIABLE, ""))
+    recorder = Recorder(Path(directory), os.environ.get(LAYERS_VARIABLE, ""), os.environ.get(CODEC_VARIABLE, ""))
     HookRegistry.register(LOAD_MODEL, recorder.after_load_model, HookType.AFTER)
     HookRegistry.register(LOGITS_FORWARD, recorder.around_logits, HookType.AROUND)
 
@@ -72,9 +86,11 @@ def register() -> None:
 class Recorder:
     """The two hooks of one process."""
 
-    def __init__(self, directory: Path, layers: str) -> None:
+    def __init__(self, directory: Path, layers: str, codec: str = "") -> None:
         self._directory = directory
         self._layers = layers
+        self._codec_name = codec
+        self._codec: Codec | None = None  # None: states leave as they are
         self._processor: Any = None  # the target's own, on the ranks that write
         self._handover: Handover | None = None
 
@@ -91,12 +107,14 @@ class Recorder:
         model = capturing_model(model_runner.model)
         lowest = 0 if version_numbers(engine.version) >= BOUNDARY_0_VERSION else 1
         boundaries = parse_boundaries(self._layers, lowest=lowest, num_layers=len(model.model.layers))
+        self._codec = parse_codec(self._codec_name)
         capture_boundaries(model, boundaries)
         logger.info(
-            "eagle3 records what enters layers %s of %s into %s (attention rank %d of %d, %s)",
+            "eagle3 records what enters layers %s of %s into %s, %s (attention rank %d of %d, %s)",
             boundaries,
             type(model).__name__,
             self._directory,
+            f"coded as {self._codec}" if self._codec else "as it is",
             engine.attention_rank,
             engine.num_attention_ranks,
             "which writes" if engine.attention_rank == 0 else "which does not write",
@@ -145,8 +163,8 @@ class Recorder:
         self, parts: list[Part], input_ids: Tensor, last: Tensor, aux: Tensor | list[Tensor] | None
     ) -> None:  # (N,), (N, D), and (N, A*D) or A of (N, D)
         pieces = [aux] if isinstance(aux, Tensor) else aux or []
-        tensors = {"input_ids": input_ids, "last_hidden_states": last}
-        tensors |= {f"aux_hidden_states.{i}": piece for i, piece in enumerate(pieces)}
+        tensors = {"input_ids": input_ids, LAST_NAME: last}
+        tensors |= {f"{AUX_NAME}.{i}": piece for i, piece in enumerate(pieces)}
         num_rows = parts[-1].first_row + parts[-1].num_rows  # what comes after is padding or somebody else's
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if not pieces or any(shape[0] < num_rows for shape in shapes.values()):
@@ -155,7 +173,12 @@ class Recorder:
                 f"start the server without options that split tokens over ranks"
             )
         assert self._handover is not None
-        self._handover.submit(parts, {name: tensor[:num_rows] for name, tensor in tensors.items()})
+        rows = {name: tensor[:num_rows] for name, tensor in tensors.items()}
+        if self._codec is None:
+            self._handover.submit(parts, rows)
+        else:
+            metadata = {CODEC_KEY: self._codec, DTYPE_KEY: str(last.dtype).removeprefix("torch.")}
+            self._handover.submit(parts, code_rows(rows, self._codec), metadata)
 
 
 def engine_settings(server_args: Any) -> EngineSettings:
@@ -257,6 +280,30 @@ def parse_boundaries(text: str, *, lowest: int, num_layers: int) -> list[int]:
             f"embedding, not before SGLang {'.'.join(map(str, BOUNDARY_0_VERSION))}"
         )
     return boundaries
+
+
+def parse_codec(text: str) -> Codec | None:
+    """Reads a codec's name; None for none.
+
+    Raises:
+        CaptureError: there is no such codec.
+    """
+    if not text:
+        return None
+    for codec in LARGEST_CODE:
+        if codec == text:
+            return codec
+    raise CaptureError(
+        f"{CODEC_VARIABLE} must be {' or '.join(LARGEST_CODE)}, or empty for states as they are, got {text!r}"
+    )
+
+
+def code_rows(tensors: dict[str, Tensor], codec: Codec) -> dict[str, Tensor]:
+    """Codes the states of a forward where they lie; wider numbers first, so that each is aligned in its file."""
+    hidden_size = tensors[LAST_NAME].shape[1]
+    coded = {name: encode(each, hidden_size, codec) for name, each in tensors.items() if name != "input_ids"}
+    beside = {f"{name}.{kind}": getattr(each, kind) for name, each in coded.items() for kind in BESIDE}
+    return {"input_ids": tensors["input_ids"], **beside, **{name: each.codes for name, each in coded.items()}}
 
 
 def capture_boundaries(model: Any, boundaries: Sequence[int]) -> None:

@@ -48,8 +48,9 @@ def running_engine(config: ExtractConfig, facts: TargetFacts, tokenizer: PreTrai
         yield TransformersEngine(target, layers, tokenizer, batch_tokens=config.batch_tokens)
         return
     server_config = with_target_flags(config.server, target)
-    with capturing_servers(server_config, target.path, layers) as (servers, area):
-        engine = SGLangEngine(servers, area, server_config, layers)
+    codec = None if config.store.codec == "exact" else config.store.codec
+    with capturing_servers(server_config, target.path, layers, codec) as (servers, area):
+        engine = SGLangEngine(servers, area, server_config, layers, codec)
         for server, server_facts in zip(servers, engine.server_facts, strict=True):
             check_model(server, server_facts, Path(target.path))
         if engine.facts.dtype != target.dtype:

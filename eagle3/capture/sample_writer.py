@@ -38,15 +38,15 @@ class SampleWriter:
         self._directory = directory
         self._unfinished: dict[str, _PartialSample] = {}
 
-    def write(self, part: Part, tensors: list[Rows]) -> None:
-        """Writes the rows of one request; what is wrong with it goes to its error file."""
+    def write(self, part: Part, tensors: list[Rows], metadata: dict[str, str] | None = None) -> None:
+        """Writes the rows of one request, `metadata` with the first; what is wrong with it goes to its error file."""
         problem = self._problem(part)
         if problem is not None:
             self._refuse(part.request_id, problem)
             return
         try:
             if part.start == 0:
-                self._begin(part, tensors)
+                self._begin(part, tensors, metadata)
             sample = self._unfinished[part.request_id]
             sample.append(part, tensors)
             if sample.num_rows == part.num_tokens:
@@ -82,12 +82,12 @@ class SampleWriter:
         if not path.exists():
             write_json(path, {"error": reason})
 
-    def _begin(self, part: Part, tensors: list[Rows]) -> None:
+    def _begin(self, part: Part, tensors: list[Rows], metadata: dict[str, str] | None) -> None:
         restarted = self._unfinished.pop(part.request_id, None)  # the scheduler took it back and runs it again
         if restarted is not None:
             restarted.abandon()
         path = partial_path(self._directory, part.request_id)
-        self._unfinished[part.request_id] = _PartialSample(path, part.num_tokens, tensors)
+        self._unfinished[part.request_id] = _PartialSample(path, part.num_tokens, tensors, metadata)
         if len(self._unfinished) > MAX_UNFINISHED:
             oldest = next(iter(self._unfinished))
             self._refuse(oldest, f"the rest of the request never came, {MAX_UNFINISHED} others began after it")
@@ -96,14 +96,15 @@ class SampleWriter:
 class _PartialSample:
     """A safetensors file whose rows arrive in parts."""
 
-    def __init__(self, path: Path, num_tokens: int, tensors: list[Rows]) -> None:
+    def __init__(self, path: Path, num_tokens: int, tensors: list[Rows], metadata: dict[str, str] | None) -> None:
         header: dict[str, Any] = {}
         begin = 0
         for rows in tensors:
             end = begin + num_tokens * rows.row_bytes
             header[rows.name] = {"dtype": rows.dtype, "shape": [num_tokens, *rows.dims], "data_offsets": [begin, end]}
             begin = end
-        header_bytes = json.dumps(header).encode()
+        told = {} if metadata is None else {"__metadata__": metadata}
+        header_bytes = json.dumps({**told, **header}).encode()
         header_bytes += b" " * (-len(header_bytes) % 8)  # the format aligns the data to eight bytes
         self._path = path
         self._header = len(header_bytes).to_bytes(8, "little") + header_bytes
@@ -144,7 +145,7 @@ def main(directory: Path, descriptor: int) -> None:
             for name, dtype, dims, row_bytes, begin, num_rows in message["tensors"]
         ]
         for part in message["parts"]:
-            writer.write(Part(*part), tensors)
+            writer.write(Part(*part), tensors, message.get("metadata"))
         print(message["end"], flush=True)
 
 

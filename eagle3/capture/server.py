@@ -27,9 +27,10 @@ from eagle3.capture.launch import (
     free_port,
     installed_version,
 )
-from eagle3.capture.staging import DIRECTORY_VARIABLE, LAYERS_VARIABLE
+from eagle3.capture.staging import CODEC_VARIABLE, DIRECTORY_VARIABLE, LAYERS_VARIABLE
 from eagle3.capture.staging_area import StagingArea
 from eagle3.config import ServerConfig
+from eagle3.features.codec import Codec
 
 logger = logging.getLogger(__name__)
 
@@ -192,9 +193,11 @@ def running_server(
 
 @contextmanager
 def capturing_servers(
-    config: ServerConfig, model_path: str, capture_layers: Sequence[int]
+    config: ServerConfig, model_path: str, capture_layers: Sequence[int], codec: Codec | None = None
 ) -> Iterator[tuple[list[Server], StagingArea]]:
     """Starts a server that records, or attaches to the running ones, and claims the staging directory.
+
+    A server of ours codes what it records in `codec`, if there is one.
 
     Raises:
         UserError: the serving interpreter or the staging directory is unusable.
@@ -206,7 +209,7 @@ def capturing_servers(
             yield [Server(url) for url in config.urls], area
             return
         layers = ",".join(str(layer) for layer in capture_layers)
-        env = {DIRECTORY_VARIABLE: str(area.directory), LAYERS_VARIABLE: layers}
+        env = {DIRECTORY_VARIABLE: str(area.directory), LAYERS_VARIABLE: layers, CODEC_VARIABLE: codec or ""}
         flags = capture_flags(installed_version(config.python or sys.executable))
         server = stack.enter_context(running_server(config, model_path, flags, env))
         yield [server], area

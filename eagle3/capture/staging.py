@@ -12,6 +12,12 @@ from typing import Any
 
 DIRECTORY_VARIABLE = "EAGLE3_CAPTURE_DIR"  # names the staging directory and switches the plugin on
 LAYERS_VARIABLE = "EAGLE3_CAPTURE_LAYERS"  # boundaries, such as 3,31,59
+CODEC_VARIABLE = "EAGLE3_CAPTURE_CODEC"  # int8 or fp8: states leave the device coded; empty: as they are
+# Of a sample's file: its states, the first name with the number of a piece behind it. Where the metadata name a codec,
+# and the dtype that states had, these are the codes, and a name with one of BESIDE behind it is what lies beside them.
+AUX_NAME, LAST_NAME = "aux_hidden_states", "last_hidden_states"
+BESIDE = ("scales", "outlier_columns", "outliers")
+CODEC_KEY, DTYPE_KEY = "codec", "dtype"
 REQUEST_ID = re.compile(r"eagle3-([1-9][0-9]*)-[A-Za-z0-9_.-]+")
 
 

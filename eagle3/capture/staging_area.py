@@ -21,8 +21,19 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from eagle3.capture.staging import error_path, partial_path, request_id, sample_path
+from eagle3.capture.staging import (
+    AUX_NAME,
+    BESIDE,
+    CODEC_KEY,
+    DTYPE_KEY,
+    LAST_NAME,
+    error_path,
+    partial_path,
+    request_id,
+    sample_path,
+)
 from eagle3.config import UserError
+from eagle3.features.codec import CodedStates
 
 LOCK_PREFIX, LOCK_SUFFIX = ".eagle3-", ".lock"
 POLL_SECONDS = (0.001, 0.05)  # first and longest pause between two looks for a file
@@ -37,8 +48,16 @@ class StagedSample:
     """The content of one file."""
 
     input_ids: Tensor  # (T,)
-    aux_hidden_states: Tensor  # (T, A*D)
-    last_hidden_states: Tensor  # (T, D)
+    aux: CodedStates  # (T, A*D)
+    last: CodedStates  # (T, D)
+    codec: str | None  # in which the server coded them; None: they are as they were
+    dtype: str  # of the states before that
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        tensors = [self.input_ids, *vars(self.aux).values(), *vars(self.last).values()]
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 class StagingArea:
@@ -144,12 +163,22 @@ class StagingArea:
 def read_sample(path: Path) -> StagedSample:
     """Copies a sample out of its file, which may be deleted then."""
     with safe_open(path, framework="pt") as file:
-        num_pieces = len(file.keys()) - 2  # side by side (T, A*D), however the engine had them: A of D or one of A*D
-        aux = [file.get_tensor(f"aux_hidden_states.{i}") for i in range(num_pieces)]
+        names, metadata = set(file.keys()), file.metadata() or {}
+        codec = metadata.get(CODEC_KEY)
+
+        def read(pieces: list[str]) -> CodedStates:
+            # Side by side (T, A*D), however the engine had them: A of D or one of A*D.
+            kinds = [""] if codec is None else ["", *(f".{kind}" for kind in BESIDE)]
+            return CodedStates(*(torch.cat([file.get_tensor(name + kind) for name in pieces], dim=1) for kind in kinds))
+
+        aux_names = [f"{AUX_NAME}.{i}" for i in range(len(names)) if f"{AUX_NAME}.{i}" in names]
+        last = read([LAST_NAME])
         return StagedSample(
             input_ids=file.get_tensor("input_ids").clone(),
-            aux_hidden_states=torch.cat(aux, dim=1),
-            last_hidden_states=file.get_tensor("last_hidden_states").clone(),
+            aux=read(aux_names),
+            last=last,
+            codec=codec,
+            dtype=metadata.get(DTYPE_KEY, str(last.codes.dtype).removeprefix("torch.")),
         )
 
 

@@ -42,6 +42,11 @@ class CodedStates:
         moved = (None if one is None else one.to(device, non_blocking=True) for one in beside)
         return CodedStates(self.codes.to(device, non_blocking=True), *moved)
 
+    def at(self, rows: Tensor) -> "CodedStates":  # (R,) -> R rows
+        """Returns some of the rows, as they are coded."""
+        beside = (self.scales, self.outlier_columns, self.outliers)
+        return CodedStates(self.codes[rows], *(None if one is None else one[rows] for one in beside))
+
 
 def is_exact(codec: Codec) -> bool:
     """Tells whether a codec keeps states bit for bit."""
@@ -97,6 +102,19 @@ def decode(coded: CodedStates, hidden_size: int, dtype: torch.dtype) -> Tensor: 
     shape = (num_states, coded.outliers.shape[1] * hidden_size // width)  # (N*S, O)
     states.scatter_(1, coded.outlier_columns.view(shape).long(), coded.outliers.view(shape).to(dtype))
     return states.view(num_rows, width)
+
+
+def rounding_steps(coded: CodedStates, hidden_size: int) -> Tensor:  # (N, S*D) fp32
+    """Returns how far apart the numbers are that a lossy codec can tell, around each number that it keeps."""
+    assert coded.scales is not None, "an exact codec rounds nothing"
+    num_rows, width = coded.codes.shape
+    groups = coded.codes.float().view(num_rows, coded.scales.shape[1], -1)  # (N, S*G, g)
+    steps = torch.ones_like(groups)
+    if coded.codes.dtype != torch.int8:  # three bits behind the leading one, which is 2**-6 at least
+        steps = torch.ldexp(steps, groups.abs().clamp(min=2**-6).frexp().exponent - 4)
+    steps = (steps * coded.scales.float().unsqueeze(-1)).view(num_rows, width)
+    # Outliers, and what is decoded to bf16, are rounded to its eight bits.
+    return steps.hypot(torch.finfo(torch.bfloat16).eps * decode(coded, hidden_size, torch.float32))
 
 
 def _encode_chunk(states: Tensor, codec: Codec) -> CodedStates:  # (M, D)

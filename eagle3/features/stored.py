@@ -1,5 +1,6 @@
 """One sample as a shard keeps it: columns, the states coded."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -91,27 +92,38 @@ def encode_sample(
     Raises:
         FloatingPointError: a state that a lossy codec was to keep is not finite.
     """
-    columns: dict[str, Tensor | None] = {
+    tokens = {
         "input_ids": sample.input_ids,
         "last_rows": sample.last_rows,
         "target_logprobs": sample.target_logprobs,
         "target_logz": sample.target_logz,
         "loss_mask": sample.loss_mask,
     }
+    parts = {}
     for part, states in (("aux", sample.aux_hidden_states), ("last", sample.last_hidden_states)):
         coded = encode(states if device is None or is_exact(codec) else states.to(device), hidden_size, codec)
-        columns[f"{part}_hidden_states"] = coded.codes
-        columns[f"{part}_scales"] = coded.scales
-        columns[f"{part}_outlier_columns"] = coded.outlier_columns
-        columns[f"{part}_outliers"] = coded.outliers
+        parts[part] = coded
         for kept in (coded.scales, coded.outliers):  # the largest numbers: what is not finite is here
             if kept is not None and not bool(kept.isfinite().all()):
                 raise FloatingPointError(
                     f"{part}_hidden_states must be finite, got {float(kept[~kept.isfinite()][0])} "
                     f"(sample {sample.sample_id!r}); capture it again, drop it, or keep it as it is in an exact codec"
                 )
-    present = {name: columns[name] for name in COLUMNS}
-    return StoredSample(sample.sample_id, {name: each.cpu() for name, each in present.items() if each is not None})
+    return join_columns(sample.sample_id, tokens, **parts)
+
+
+def join_columns(
+    sample_id: str, tokens: Mapping[str, Tensor | None], *, aux: CodedStates, last: CodedStates
+) -> StoredSample:
+    """Puts what is known of a sample's tokens, by column, and its coded states together, on the CPU."""
+    columns = dict(tokens)
+    for part, coded in (("aux", aux), ("last", last)):
+        columns[f"{part}_hidden_states"] = coded.codes
+        columns[f"{part}_scales"] = coded.scales
+        columns[f"{part}_outlier_columns"] = coded.outlier_columns
+        columns[f"{part}_outliers"] = coded.outliers
+    present = {name: columns.get(name) for name in COLUMNS}
+    return StoredSample(sample_id, {name: each.cpu() for name, each in present.items() if each is not None})
 
 
 def coded_states(columns: dict[str, Tensor], part: str) -> CodedStates:

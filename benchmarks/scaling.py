@@ -25,6 +25,7 @@ from rich.table import Table
 from scaling_rank import COLD_WARM_UP_STEPS, SHAPES, Case
 from store import fill_store, make_manifest
 
+from eagle3.features.codec import EXACT_CODECS
 from eagle3.features.record import FeatureSample, supervised_rows
 from eagle3.features.stored import encode_sample
 
@@ -48,7 +49,7 @@ def write_store(path: Path, shape_name: str, num_tokens: int, num_samples: int, 
         last_rows=rows,
         target_logz=torch.full((rows.numel(),), 12.0),
     )
-    codec = "bf16" if dtype == torch.bfloat16 else "fp32"
+    codec = EXACT_CODECS[dtype]
     manifest = dataclasses.replace(
         make_manifest(shape.hidden_size, codec), dtype=str(dtype).removeprefix("torch."), vocab_size=shape.vocab_size
     )

@@ -208,8 +208,23 @@ def test_a_file_without_rows_is_an_error(tmp_path: Path) -> None:
         outcomes(tmp_path, [])
 
 
-def resident_bytes() -> int:
+# In a process of its own: what other tests leave behind is freed, or fills up, whenever it pleases.
+GROWTH = """
+import sys
+from pathlib import Path
+from eagle3.config import PromptsConfig
+from eagle3.prompts.workers import examine_rows
+from test_screening import refuse_nothing
+
+def resident_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+config = PromptsConfig(sys.argv[1], num_workers=0)
+for count, _ in enumerate(examine_rows(config, refuse_nothing, keep_rows=False), start=1):
+    if count == 20_000:
+        early = resident_bytes()
+print(count, resident_bytes() - early)
+"""
 
 
 def test_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:
@@ -217,12 +232,10 @@ def test_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:
     with path.open("w") as file:
         for i in range(100_000):
             file.write(f'{{"id": {i}, "prompt": "Question {i}, and some words to make it as long as others are?"}}\n')
-    early = 0
-    config = PromptsConfig(str(path), num_workers=0)
-    for count, _ in enumerate(examine_rows(config, refuse_nothing, keep_rows=False), start=1):
-        if count == 20_000:
-            early = resident_bytes()
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'tests'}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-c", GROWTH, str(path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    count, grown = map(int, done.stdout.split())
     assert count == 100_000
-    grown = resident_bytes() - early
     # 21 to 43 bytes of each row, and the old table while the new one is filled; the file has 8 MB.
     assert grown < 80_000 * 65, f"{grown} bytes more after 80,000 more rows"

@@ -13,6 +13,7 @@ ENDS = (
 from eagle3.features import commands
 
 chosen = random.Random(3)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it, and so would its children
 
 def in_child(arguments, phase=None, number=signal.SIGKILL):
     count = chosen.randrange(1, 5)

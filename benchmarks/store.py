@@ -45,7 +45,7 @@ NUM_AUX = 3
 SAMPLE_TOKENS = (300, 700, 1500)  # in turns; the second half of each is supervised
 BATCH_TOKENS = 8192
 SAMPLES_PER_STEP = 16
-WRITER_RUNS = 3  # each way, in turns
+WRITER_PAIRS = 7  # with and without an fsync per shard, in turns, after one pair that is not counted
 
 
 def random_samples(hidden_size: int, codec: Codec) -> list[StoredSample]:
@@ -92,17 +92,20 @@ def make_manifest(hidden_size: int, codec: Codec) -> Manifest:
 def measure_writer(root: Path, hidden_size: int, codec: Codec, num_bytes: int) -> dict[str, Any]:
     """Writes the same bytes as a store and as plain files of a shard's size, each with an fsync per file and without.
 
-    A writer without it is timed until one sync at its end: what the policy costs, all bytes being on the disk.
+    A writer without it is timed until one sync at its end: what the policy costs, all bytes being on the disk. The
+    share is the median over pairs of neighbouring runs.
     """
     samples = random_samples(hidden_size, codec)
     manifest = make_manifest(hidden_size, codec)
     before = peak_rss_bytes()
     speeds: dict[str, list[float]] = {"writer": [], "writer_synced_once": []}
-    for _ in range(WRITER_RUNS):
+    for pair in range(1 + WRITER_PAIRS):
         for name, times in speeds.items():
             shutil.rmtree(root / "store", ignore_errors=True)
             with mock.patch("os.fsync") if name == "writer_synced_once" else contextlib.nullcontext():
-                times.append(fill_store(root / "store", samples, manifest, num_bytes))
+                seconds = fill_store(root / "store", samples, manifest, num_bytes)
+            if pair > 0:
+                times.append(seconds)
     sizes = [path.stat().st_size for path in (root / "store").glob("shard-*")]
     figures: dict[str, Any] = {
         "gb_per_second": sum(sizes) / median(speeds["writer"]) / 1e9,
@@ -112,7 +115,9 @@ def measure_writer(root: Path, hidden_size: int, codec: Codec, num_bytes: int) -
         "files": len(sizes),
         "gb": sum(sizes) / 1e9,
     }
-    figures["share_of_synced_once"] = figures["gb_per_second"] / figures["synced_once_gb_per_second"]
+    figures["share_of_synced_once"] = median(
+        once / each for each, once in zip(speeds["writer"], speeds["writer_synced_once"], strict=True)
+    )
     for name, with_fsync in (("plain_fsync", True), ("plain", False)):
         figures[f"{name}_gb_per_second"] = write_plain(root / "plain", sizes, with_fsync=with_fsync)
     figures["share_of_plain_fsync"] = figures["gb_per_second"] / figures["plain_fsync_gb_per_second"]
@@ -297,6 +302,7 @@ def main() -> None:
     parser.add_argument("--hidden-size", type=int, default=7168)
     parser.add_argument("--codec", choices=["bf16", "int8", "fp8"], default="int8", help="of the store")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--only-writer", action="store_true", help="leave out reader and codecs")
     parser.add_argument("--steps", type=int, default=10**9, help="steps that are read, at most an epoch")
     parser.add_argument("--out", type=Path, help="also write the figures as JSON")
     arguments = parser.parse_args()
@@ -304,15 +310,17 @@ def main() -> None:
     root.mkdir(parents=True)
     try:
         writer = measure_writer(root, arguments.hidden_size, arguments.codec, int(arguments.gigabytes * 1e9))
-        reader = measure_reader(root, arguments.threads, arguments.steps)
+        reader = None if arguments.only_writer else measure_reader(root, arguments.threads, arguments.steps)
     finally:
         shutil.rmtree(root)
     devices = [torch.device("cpu")] + ([torch.device("cuda")] if torch.cuda.is_available() else [])
+    if arguments.only_writer:
+        devices = []
     codecs = [measure_codec(arguments.hidden_size, codec, device) for device in devices for codec in ("int8", "fp8")]
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     report = {
         "command": f"python benchmarks/store.py --dir DIR --gigabytes {arguments.gigabytes:g} "
-        f"--hidden-size {arguments.hidden_size} --codec {arguments.codec}",
+        f"--hidden-size {arguments.hidden_size} --codec {arguments.codec}" + " --only-writer" * arguments.only_writer,
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit.stdout.strip(),
         "hardware": {
@@ -332,8 +340,19 @@ def main() -> None:
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
+def reader_rows(reader: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Returns what the table says of the reader, with its name there."""
+    rows = [(f"plain read, {cache}", row) for cache, row in reader["plain"].items()]
+    for row in reader["rows"]:
+        checked = ", with checksums" if row["checked"] else ""
+        rows.append((f"reader, {row['cache']}, {row['threads']} threads{checked}", row))
+    if "decoded_on_gpu" in reader:
+        rows.append(("reader, warm, decoded on the GPU", reader["decoded_on_gpu"]))
+    return rows
+
+
 def show(report: dict[str, Any]) -> None:
-    writer, plain = report["writer"], report["reader"]["plain"]
+    writer, reader = report["writer"], report["reader"]
     table = Table("what", "GB/s", "of the plain one", "GB", "GB from disk")
     share = f"{writer['share_of_plain_fsync']:.0%}"
     table.add_row("writer", f"{writer['gb_per_second']:.2f}", share, f"{writer['gb']:.1f}", "-")
@@ -341,18 +360,14 @@ def show(report: dict[str, Any]) -> None:
     table.add_row(f"writer, one sync at the end: fsync costs {cost:.0%}", f"{speed:.2f}", "-", "-", "-")
     table.add_row("plain write, fsync", f"{writer['plain_fsync_gb_per_second']:.2f}", "-", "-", "-")
     table.add_row("plain write", f"{writer['plain_gb_per_second']:.2f}", "-", "-", "-")
-    rows = [(f"plain read, {cache}", row) for cache, row in plain.items()]
-    for row in report["reader"]["rows"]:
-        checked = ", with checksums" if row["checked"] else ""
-        rows.append((f"reader, {row['cache']}, {row['threads']} threads{checked}", row))
-    if "decoded_on_gpu" in report["reader"]:
-        rows.append(("reader, warm, decoded on the GPU", report["reader"]["decoded_on_gpu"]))
-    for name, row in rows:
+    for name, row in reader_rows(reader) if reader else []:
         share = f"{row['share_of_plain']:.0%}" if "share_of_plain" in row else "-"
         from_disk = "-" if row["gb_from_disk"] is None else f"{row['gb_from_disk']:.1f}"
         table.add_row(name, f"{row['gb_per_second']:.2f}", share, f"{row['gb']:.1f}", from_disk)
     console = Console(width=120)
     console.print(table)
+    if not report["codecs"]:
+        return
     table = Table("codec", "device", "encodes GB/s", "decodes GB/s", "relative error")
     for row in report["codecs"]:
         table.add_row(

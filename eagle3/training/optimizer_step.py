@@ -156,7 +156,7 @@ def count_rows(packs: Sequence[CodedPack], ttt_steps: int) -> Tensor:  # (K,) fp
 
 def count_attended(packs: Sequence[CodedPack], ttt_steps: int) -> Tensor:  # (1,) fp64
     """Returns how many keys the packs' rows see, added up over rows and draft steps."""
-    seen = [(pack.tokens.steps_per_row(ttt_steps) * (pack.tokens.positions + 1)).sum() for pack in packs]
+    seen = [(pack.tokens.steps_per_row(ttt_steps) * (pack.tokens.positions.cpu() + 1)).sum() for pack in packs]
     return torch.tensor([float(sum(seen))], dtype=torch.float64)
 
 

@@ -1,7 +1,8 @@
 """Drafter -> acceptance on a served target."""
 
 from eagle3.cli import command_parser, parse_arguments, run_command
-from eagle3.config import EvaluateConfig, find_config, load_config
+from eagle3.config import EvaluateConfig
+from eagle3.config_file import find_config, load_config
 from eagle3.evaluation.run import evaluate
 
 

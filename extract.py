@@ -4,7 +4,8 @@ from dataclasses import replace
 
 from eagle3.capture.extraction import run_extraction
 from eagle3.cli import command_parser, parse_arguments, run_command
-from eagle3.config import ExtractConfig, find_config, load_config
+from eagle3.config import ExtractConfig
+from eagle3.config_file import find_config, load_config
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 """Feature store -> drafter."""
 
 from eagle3.cli import command_parser, parse_arguments, run_command
-from eagle3.config import TrainConfig, find_config, load_config
+from eagle3.config import TrainConfig
+from eagle3.config_file import find_config, load_config
 from eagle3.training.trainer import train
 
 

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from eagle3.cli import run_command
-from eagle3.config import TrainConfig, load_config
+from eagle3.config import TrainConfig
+from eagle3.config_file import load_config
 from eagle3.training import trainer
 from eagle3.training.batches import StepBatch
 from eagle3.training.engine import Engine

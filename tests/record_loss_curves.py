@@ -20,7 +20,8 @@ import torch
 from dense_oracle import dense_sums
 from matplotlib.figure import Figure
 
-from eagle3.config import TrainConfig, find_config, load_config
+from eagle3.config import TrainConfig
+from eagle3.config_file import find_config, load_config
 from eagle3.training.trainer import train
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -5,16 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from eagle3.config import (
-    CONFIG_ROOT,
-    EvaluateConfig,
-    ExtractConfig,
-    TrainConfig,
-    UserError,
-    config_to_dict,
-    find_config,
-    load_config,
-)
+from eagle3.config import EvaluateConfig, ExtractConfig, TrainConfig, UserError, config_to_dict
+from eagle3.config_file import CONFIG_ROOT, find_config, load_config
 
 COMMANDS = {"extract": ExtractConfig, "train": TrainConfig, "evaluate": EvaluateConfig}
 MINIMAL_TRAIN = ["target.path=target", "data.path=store"]

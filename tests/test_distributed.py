@@ -9,7 +9,8 @@ import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from tiny_training import tiny_config
 
-from eagle3.config import CONFIG_ROOT, TrainConfig, UserError
+from eagle3.config import TrainConfig, UserError
+from eagle3.config_file import CONFIG_ROOT
 from eagle3.training import distributed
 from eagle3.training.distributed import (
     Setup,

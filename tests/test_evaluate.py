@@ -14,7 +14,8 @@ import torch
 from tiny_drafters import LAYERS, random_drafter, write_store
 from transformers import AutoModelForCausalLM
 
-from eagle3.config import EvaluateConfig, UserError, load_config
+from eagle3.config import EvaluateConfig, UserError
+from eagle3.config_file import load_config
 from eagle3.draft.export import export_drafter
 from eagle3.draft.questions import read_questions
 from eagle3.draft.target_weights import load_target_config

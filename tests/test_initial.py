@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from eagle3.config import DraftConfig, TrainConfig, UserError, find_config, load_config
+from eagle3.config import DraftConfig, TrainConfig, UserError
+from eagle3.config_file import find_config, load_config
 from eagle3.draft.draft_vocab import build_draft_vocab
 from eagle3.draft.initial import drafter_config_from_target, init_drafter
 from eagle3.draft.model import DrafterConfig, Eagle3Drafter

@@ -16,7 +16,8 @@ from tiny_drafters import LAYERS, random_drafter
 from transformers import AutoModelForCausalLM
 
 from eagle3.capture.server import Server
-from eagle3.config import EvaluateConfig, ServeConfig, ServerConfig, UserError, load_config
+from eagle3.config import EvaluateConfig, ServeConfig, ServerConfig, UserError
+from eagle3.config_file import load_config
 from eagle3.draft.acceptance import summarise
 from eagle3.draft.export import export_drafter
 from eagle3.draft.questions import read_questions

@@ -15,7 +15,8 @@ from conftest import REPOSITORY
 from sglang_servers import server_config
 
 from eagle3.capture.server import Server, running_server
-from eagle3.config import EvaluateConfig, ServeConfig, ServerConfig, TargetConfig, load_config
+from eagle3.config import EvaluateConfig, ServeConfig, ServerConfig, TargetConfig
+from eagle3.config_file import load_config
 from eagle3.draft.export import load_drafter
 from eagle3.draft.target_weights import load_target_config
 from eagle3.evaluation import serving

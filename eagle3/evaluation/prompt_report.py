@@ -16,7 +16,8 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from eagle3.config import InspectConfig, PromptsConfig, UserError, load_config
+from eagle3.config import InspectConfig, PromptsConfig, UserError
+from eagle3.config_file import load_config
 from eagle3.draft.draft_vocab import build_draft_vocab, coverage_by_domain, draft_vocab_size, tau_ceiling
 from eagle3.draft.target_weights import load_target_config
 from eagle3.features.record import is_held_out

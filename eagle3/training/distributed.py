@@ -21,7 +21,8 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGr
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 from torch.nn.parallel import DistributedDataParallel
 
-from eagle3.config import CONFIG_ROOT, TrainConfig, UserError
+from eagle3.config import TrainConfig, UserError
+from eagle3.config_file import CONFIG_ROOT
 
 T = TypeVar("T")
 

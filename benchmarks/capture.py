@@ -32,6 +32,7 @@ from eagle3.capture.launch import capture_flags, installed_version
 from eagle3.capture.server import Server, capturing_servers, running_server
 from eagle3.capture.staging import request_id, sample_path
 from eagle3.config import ServerConfig
+from eagle3.features.codec import Codec, state_bytes
 
 BOOTSTRAP = 10_000
 WARM_UP_ROUNDS = 2  # of each server: Triton compiles, clocks rise
@@ -151,13 +152,13 @@ def run_round(server: Server, load: Load, staging: Path | None, name: str) -> Ro
             assert time.perf_counter() - started < 600, path
             time.sleep(POLL_SECONDS)
     seconds = time.perf_counter() - started
-    num_bytes = sum(state_bytes(path) for path in paths)
+    num_bytes = sum(num_state_bytes(path) for path in paths)
     for path in paths:
         path.unlink()
     return Round(seconds, len(paths), num_bytes)
 
 
-def state_bytes(path: Path) -> int:
+def num_state_bytes(path: Path) -> int:
     """Returns the bytes of a whole safetensors file without its header and its token ids."""
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
@@ -195,13 +196,15 @@ def bus_speeds(directory: Path) -> dict[str, float]:
 
 
 @contextmanager
-def both_servers(config: ServerConfig, model: Path, layers: list[int]) -> Iterator[tuple[Server, Server, Path]]:
+def both_servers(
+    config: ServerConfig, model: Path, layers: list[int], codec: Codec | None
+) -> Iterator[tuple[Server, Server, Path]]:
     """Starts a plain server and one that records, with the same flags; yields them with the staging path."""
     with ExitStack() as stack:
         # The flags that recording needs, prefill graphs and the prefix cache off among them, on both.
         flags = capture_flags(installed_version(str(config.python)))
         plain = stack.enter_context(running_server(replace(config, log=config.log + ".plain"), str(model), flags, {}))
-        servers, area = stack.enter_context(capturing_servers(config, str(model), layers))
+        servers, area = stack.enter_context(capturing_servers(config, str(model), layers, codec))
         for server in (plain, *servers):
             wait_until_ready(server, config)
         yield plain, servers[0], area.directory
@@ -226,8 +229,9 @@ def measure(arguments: argparse.Namespace, model: Path) -> dict[str, Any]:
     vocab = range(10, shape["vocab_size"] - 10)
     sequences = [generator.choices(vocab, k=arguments.tokens) for _ in range(arguments.requests)]
     load = Load(sequences, posts=4)
-    expected_bytes = load.num_tokens * (len(layers) + 1) * hidden_size * 2  # bf16
-    with both_servers(config, model, layers) as (plain, recording, staging):
+    codec = None if arguments.codec == "bf16" else arguments.codec
+    expected_bytes = load.num_tokens * (len(layers) + 1) * state_bytes(arguments.codec, hidden_size)
+    with both_servers(config, model, layers, codec) as (plain, recording, staging):
         speeds = bus_speeds(staging)
         pairs = []
         for i in range(-WARM_UP_ROUNDS, arguments.pairs):
@@ -247,6 +251,7 @@ def measure(arguments: argparse.Namespace, model: Path) -> dict[str, Any]:
     low, high = interval_of_median(overheads)
     return {
         "work": arguments.shape,
+        "codec": arguments.codec,
         "layers": layers,
         "hidden_size": hidden_size,
         "num_requests": len(sequences),
@@ -275,6 +280,7 @@ def main() -> None:
     )
     parser.add_argument("--python", help="interpreter of the serving environment")
     parser.add_argument("--flag", action="append", default=[], metavar="NAME=VALUE", help="of SGLang, for both servers")
+    parser.add_argument("--codec", choices=["bf16", "int8", "fp8"], default="bf16", help="of the recorded states")
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=512, help="of each request")
     parser.add_argument("--pairs", type=int, default=9)
@@ -289,13 +295,14 @@ def main() -> None:
     show(row)
     if arguments.out is not None:
         rows = json.loads(arguments.out.read_text())["rows"] if arguments.out.exists() else []
+        rows = [each for each in rows if (each["work"], each["codec"]) != (row["work"], row["codec"])]
         report = {
             "command": shlex.join(["python", *sys.argv]),
             "date": time.strftime("%Y-%m-%d"),
             "commit": os.environ.get("COMMIT") or _commit(),
             "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores",
             "versions": {"python": platform.python_version(), "sglang": row["engine_version"]},
-            "rows": [each for each in rows if each["work"] != row["work"]] + [row],
+            "rows": [*rows, row],
         }
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")
 
@@ -306,7 +313,9 @@ def _commit() -> str:
 
 def show(row: dict[str, Any]) -> None:
     """Prints the figures as a table."""
-    table = Table(title=f"Recording {row['work']}, SGLang {row['engine_version']}, {row['num_pairs']} pairs")
+    table = Table(
+        title=f"Recording {row['work']} as {row['codec']}, SGLang {row['engine_version']}, {row['num_pairs']} pairs"
+    )
     for column in ("plain tokens/s", "recorded tokens/s", "overhead", "95 %", "GB/s", "limits GB/s"):
         table.add_column(column, justify="right")
     limits = ", ".join(f"{name} {speed / 1e9:.1f}" for name, speed in row["limits_bytes_per_second"].items())

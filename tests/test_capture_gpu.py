@@ -11,7 +11,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -152,13 +152,19 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serve
                 python=SERVING_PYTHON, flags=FLAGS, log=str(root / f"{name}.log"), tensor_parallel_size=NUM_GPUS
             )
             started[name] = config, *stack.enter_context(capturing_servers(config, str(target), LAYERS))
+        coded = replace(started["llama"][0], log=str(root / "llama_int8.log"))
+        servers = capturing_servers(coded, str(targets["llama"]), LAYERS, "int8")
+        started["llama as int8"] = coded, *stack.enter_context(servers)
+        targets["llama as int8"] = targets["llama"]
         kimi = write_kimi(root / "kimi_k25", targets["deepseek_v3"])
         url = stack.enter_context(text_server(kimi, staging, root / "kimi_k25.log"))
         config = ServerConfig(urls=[url], staging_dir=str(staging))
         started["kimi_k25"] = config, *stack.enter_context(capturing_servers(config, str(kimi), LAYERS))
         targets["kimi_k25"] = targets["deepseek_v3"]
         yield {
-            name: Served(SGLangEngine(servers, area, config, LAYERS), targets[name])
+            name: Served(
+                SGLangEngine(servers, area, config, LAYERS, "int8" if name.endswith("int8") else None), targets[name]
+            )
             for name, (config, servers, area) in started.items()
         }
 
@@ -205,7 +211,7 @@ def random_ids(*lengths: int, seed: int) -> list[list[int]]:
     return [torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
 
 
-@pytest.mark.parametrize("name", [*SHAPES, "smollm2", "kimi_k25"])
+@pytest.mark.parametrize("name", [*SHAPES, "llama as int8", "smollm2", "kimi_k25"])
 def test_states_are_those_of_transformers_at_exactly_these_boundaries(served: dict[str, Served], name: str) -> None:
     if name not in served:
         pytest.skip("SMOLLM2 names no directory")

@@ -213,3 +213,18 @@ def test_states_that_are_not_finite_are_not_coded() -> None:
     sample.aux_hidden_states[2, 5] = float("nan")
     with pytest.raises(FloatingPointError, match=r"aux_hidden_states must be finite, got nan"):
         encode_sample(sample, 64, "fp8")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("codec", ["int8", "fp8"])
+def test_a_gpu_codes_without_a_wait_and_as_the_cpu_does(codec: Codec) -> None:
+    # More than one chunk; fp32, so that no two numbers are equal, of which one would be kept as an outlier.
+    states = torch.randn(5000, HIDDEN, generator=torch.Generator().manual_seed(0))
+    there = states.cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        coded = encode(there, HIDDEN, codec)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for name, wanted in vars(encode(states, HIDDEN, codec)).items():
+        assert torch.equal(getattr(coded, name).cpu().view(torch.uint8), wanted.view(torch.uint8)), name

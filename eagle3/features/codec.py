@@ -126,7 +126,7 @@ def _encode_chunk(states: Tensor, codec: Codec) -> CodedStates:  # (M, D)
     size = group_size(hidden_size)
     groups = rest.view(states.shape[0], hidden_size // size, size)  # (M, G, g)
     scales = (groups.abs().amax(dim=2) / LARGEST_CODE[codec]).bfloat16()  # (M, G)
-    scales = torch.where(scales == 0, 1, scales)
+    scales.masked_fill_(scales == 0, 1)
     # The scale is rounded, so that the largest number of a group may lie a little beyond the largest code.
     limit = LARGEST_CODE[codec]
     groups.div_(scales.float().unsqueeze(-1)).clamp_(-limit, limit)

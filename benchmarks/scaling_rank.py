@@ -73,7 +73,6 @@ def make_engine(case: Case) -> Engine:
         ),
     )
     accelerator, world = start(config)
-    target = random_target(shape, world.device, torch.bfloat16 if on_gpu else torch.float32)
     torch.manual_seed(0)
     with world.device:
         drafter = Eagle3Drafter(drafter_config(shape))
@@ -81,6 +80,8 @@ def make_engine(case: Case) -> Engine:
         torch.zeros(shape.draft_vocab_size, dtype=torch.int64),
         torch.arange(shape.vocab_size) < shape.draft_vocab_size,
     )
+    # The stores have normalisers.
+    target = random_target(shape, world.device, torch.bfloat16 if on_gpu else torch.float32).drafted(drafter.target_ids)
     engine = Engine(config, accelerator, world, TTTModule(drafter, target, config.objective, bf16=on_gpu))
     if on_gpu:
         engine.module.memory_plan = plan_memory(drafter.config, engine.setup, target, TTT_STEPS, world.device)

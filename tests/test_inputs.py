@@ -5,19 +5,19 @@ import json
 import logging
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from conftest import random_sample, write_tiny_target
-from tiny_training import tiny_config, write_target_and_store
+from tiny_training import tiny_config, write_store, write_target_and_store
 
 from eagle3.config import TrainConfig, UserError
 from eagle3.draft.draft_vocab import DraftVocab, tau_ceiling
 from eagle3.draft.target_weights import load_target_weights
 from eagle3.features.store import FeatureStore
 from eagle3.features.writer import FeatureWriter
-from eagle3.training.inputs import largest_micro_batch, load_inputs
+from eagle3.training.inputs import device_weights, largest_micro_batch, load_inputs
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +45,22 @@ def test_the_drafter_starts_from_the_target_and_the_training_answers(base: Train
     assert 2 in drafted.tolist()  # the end of a turn, though these answers never use it
     assert torch.equal(inputs.drafter.lm_head.weight, weights.lm_head[drafted])
     assert torch.equal(inputs.drafter.norm.weight, weights.norm)
+
+
+@pytest.mark.parametrize("embeddings", ["device", "host"])
+def test_devices_get_the_drafted_rows_where_the_store_has_normalisers(
+    base: TrainConfig, tmp_path: Path, embeddings: Literal["device", "host"]
+) -> None:
+    num_embeddings = 320 if embeddings == "device" else 0
+    without = device_weights(load_inputs(base), embeddings)
+    assert [weights.shape[0] for weights in (without.embed_tokens, without.lm_head)] == [num_embeddings, 320]
+
+    target = Path(base.target.path)
+    store = write_store(tmp_path / "store", target, with_normalisers=True)
+    inputs = load_inputs(with_data(base, path=str(store)))
+    kept = device_weights(inputs, embeddings)
+    assert kept.embed_tokens.shape[0] == num_embeddings
+    assert torch.equal(kept.lm_head, inputs.target.lm_head[inputs.drafter.target_ids])
 
 
 def test_what_the_draft_vocabulary_costs_is_said(base: TrainConfig, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,11 +91,18 @@ class _LiveBytes(TorchDispatchMode):
 
 
 def peak_gib(
-    config: DrafterConfig, num_tokens: int, *, ttt_steps: int = 7, prompt_tokens: int = 0, num_recomputed: int = 0
+    config: DrafterConfig,
+    num_tokens: int,
+    *,
+    ttt_steps: int = 7,
+    prompt_tokens: int = 0,
+    num_recomputed: int = 0,
+    whole_head: bool = True,
 ) -> float:
     """Returns the peak of forward and backward over one document in bf16, fp32 masters and moments included.
 
-    The states of another document like it are there, too, as those of the next micro-batch are.
+    The states of another document like it are there, too, as those of the next micro-batch are. Of the target's head
+    there are all rows, or the drafted ones.
     """
 
     def states(*shape: int) -> Tensor:
@@ -106,7 +114,7 @@ def peak_gib(
         masters = [torch.empty(3, parameter.numel(), device=META) for parameter in drafter.parameters()]
         target = TargetWeights(
             embed_tokens=states(config.vocab_size, config.hidden_size),
-            lm_head=states(config.vocab_size, config.hidden_size),
+            lm_head=states(config.vocab_size if whole_head else config.draft_vocab_size, config.hidden_size),
             norm=states(config.hidden_size),
             rms_norm_eps=config.rms_norm_eps,
         )
@@ -160,6 +168,7 @@ def config_of(hidden_size: int, intermediate_size: int, num_heads: int, vocab_si
 
 D4096 = config_of(4096, 14336, 32, 128256)
 D7168 = config_of(7168, 18432, 64, 163840)
+D7168_FULL = dataclasses.replace(D7168, draft_vocab_size=163840)
 ALONE = Setup(zero_stage=None, num_ranks=1)
 
 
@@ -173,11 +182,15 @@ def test_memory_is_linear_in_tokens() -> None:
     assert at_once < 2.1 * peak_gib(config, 32768)
 
 
-def plan_of(config: DrafterConfig, *, setup: Setup = ALONE, capacity: int = 0) -> MemoryPlan:
-    target_bytes = 2 * 2 * config.vocab_size * config.hidden_size
-    return MemoryPlan(config, setup, ttt_steps=7, target_bytes=target_bytes, capacity=capacity)
+def plan_of(config: DrafterConfig, *, setup: Setup = ALONE, capacity: int = 0, whole_head: bool = True) -> MemoryPlan:
+    """Plans for a target with all rows of its head, or with the drafted ones."""
+    num_rows = config.vocab_size if whole_head else config.draft_vocab_size
+    target_bytes = 2 * (config.vocab_size + num_rows) * config.hidden_size
+    copies_head = num_rows > config.draft_vocab_size
+    return MemoryPlan(config, setup, 7, target_bytes, capacity, copies_head=copies_head)
 
 
+@pytest.mark.parametrize("whole_head", [True, False])
 @pytest.mark.parametrize(
     ("config", "num_tokens", "prompt_tokens", "num_recomputed"),
     [
@@ -186,17 +199,19 @@ def plan_of(config: DrafterConfig, *, setup: Setup = ALONE, capacity: int = 0) -
         (D4096, 16384, 0, 3),
         (D4096, 16384, 0, 7),
         (D4096, 2048, 0, 0),
-        (dataclasses.replace(D7168, draft_vocab_size=163840), 16384, 0, 0),
+        (D7168_FULL, 16384, 0, 0),
         (D7168, 32768, 0, 0),
         (config_of(1024, 4096, 8, 40000), 32767, 16384, 0),
     ],
 )
 def test_the_estimate_is_what_tensors_add_up_to(
-    config: DrafterConfig, num_tokens: int, prompt_tokens: int, num_recomputed: int
+    config: DrafterConfig, num_tokens: int, prompt_tokens: int, num_recomputed: int, whole_head: bool
 ) -> None:
-    counted = peak_gib(config, num_tokens, prompt_tokens=prompt_tokens, num_recomputed=num_recomputed)
+    counted = peak_gib(
+        config, num_tokens, prompt_tokens=prompt_tokens, num_recomputed=num_recomputed, whole_head=whole_head
+    )
     # Parameters in bf16, as DeepSpeed has them; its buckets are not among the tensors that were counted.
-    plan = plan_of(config, setup=Setup(zero_stage=2, num_ranks=1))
+    plan = plan_of(config, setup=Setup(zero_stage=2, num_ranks=1), whole_head=whole_head)
     estimate = plan.estimate(num_tokens, num_tokens - prompt_tokens, num_recomputed=num_recomputed)
     total = estimate.total - ZERO_BUCKET_BYTES
     assert total / 2**30 == pytest.approx(counted, rel=0.03)  # small tensors and operations' own are left out
@@ -261,3 +276,21 @@ def test_an_average_of_the_weights_lies_where_the_moments_do(setup: Setup) -> No
     averaged = dataclasses.replace(plain, has_average=True)
     added = averaged.estimate(100, 50).optimizer - plain.estimate(100, 50).optimizer
     assert added == 4 * _num_parameters(D4096).total // setup.num_ranks  # fp32
+
+
+def test_the_docs_say_what_the_targets_head_takes() -> None:
+    docs = (Path(__file__).parent.parent / "docs/TRAINING.md").read_text(encoding="utf-8")
+    drafted, whole = (2 * config.draft_vocab_size * 7168 for config in (D7168, D7168_FULL))
+    assert f"{drafted / 1e9:.2f} GB in place of {whole / 1e9:.2f} GB" in docs
+    plan = plan_of(D7168_FULL, setup=Setup(zero_stage=2, num_ranks=4))
+    total = plan.estimate(8192, 8192).total
+    # Sharded, a quarter stays, and all rows are there while the head is scored; its gradient's cast, the peak as it is
+    # estimated, would come without them.
+    cast = total - whole + whole // 4
+    scoring = total - whole + plan._chunk_bytes(8192) + whole // 4
+    assert scoring > cast
+    said = re.search(
+        r"Of the ([\d.]+) GiB .* are gathered for the scores alone would save ([\d.]+) GiB", docs, re.DOTALL
+    )
+    assert said is not None
+    assert said.groups() == (f"{total / 2**30:.1f}", f"{(total - scoring) / 2**30:.1f}")

@@ -374,6 +374,23 @@ def test_a_stored_normaliser_is_used(samples: list[FeatureSample], target: Targe
     torch.testing.assert_close(halved.loss, computed.loss / 2, rtol=1e-5, atol=0)  # fp32 inside
 
 
+def test_with_a_stored_normaliser_the_drafted_rows_of_the_head_are_enough(
+    samples: list[FeatureSample], target: TargetWeights
+) -> None:
+    drafter, packed = tiny_drafter(), pack(samples)
+    drafted = target.drafted(drafter.target_ids)
+    assert drafted.lm_head.shape[0] < target.lm_head.shape[0]
+    stored = replace(packed, target_logz=log_normaliser(target, packed.last_hidden_states))
+    for renormalise in (True, False):
+        found, wanted = (sums_of(drafter, each, stored, renormalise) for each in (drafted, target))
+        assert torch.equal(found.loss, wanted.loss)
+        assert torch.equal(found.acceptance, wanted.acceptance)
+        expected = gradients(drafter, wanted.loss)
+        assert all(torch.equal(grad, expected[name]) for name, grad in gradients(drafter, found.loss).items())
+    with pytest.raises(AssertionError, match=r"a normaliser is over 40 tokens, got a head of \d+"):
+        sums_of(drafter, drafted, packed)
+
+
 @pytest.mark.parametrize("renormalise", [True, False])
 def test_head_gradient_is_that_of_finite_differences(
     renormalise: bool, samples: list[FeatureSample], target: TargetWeights, monkeypatch: pytest.MonkeyPatch

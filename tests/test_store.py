@@ -679,6 +679,15 @@ def test_token_counts_are_those_of_supervised_tokens(tmp_path: Path) -> None:
     assert torch.equal(store.token_counts([1, 4]), wanted)
 
 
+def test_normalisers_are_asked_for_by_sample(tmp_path: Path) -> None:
+    with FeatureWriter(tmp_path, MANIFEST, shard_bytes=2**30) as writer:
+        writer.write(make_sample(0))
+        writer.flush()
+        writer.write(replace(make_sample(1), target_logz=None))
+    store = FeatureStore(tmp_path)
+    assert [store.has_normalisers(indices) for indices in ([0], [1], [0, 1])] == [True, False, False]
+
+
 def test_no_pickle_is_read_or_written(tmp_path: Path) -> None:
     write_store(tmp_path, range(2))
     for path in tmp_path.iterdir():

@@ -145,6 +145,17 @@ def test_tied_head_is_the_embedding(tmp_path: Path, make_target: MakeTarget, sai
     assert moved.norm.dtype == torch.bfloat16
 
 
+def test_drafted_rows_of_the_head_leave_the_rest(tiny_target: Path) -> None:
+    weights = load_target_weights(tiny_target)
+    token_ids = torch.tensor([2, 7, 319])
+    drafted = weights.drafted(token_ids)
+    assert torch.equal(drafted.lm_head, weights.lm_head[[2, 7, 319]])
+    assert drafted.lm_head.untyped_storage().nbytes() == 3 * 64 * 4  # nothing else is kept alive by them
+    assert drafted.embed_tokens is weights.embed_tokens
+    assert drafted.drafted(token_ids) is drafted
+    assert weights.drafted(torch.arange(320)) is weights
+
+
 def test_wrapper_says_whether_the_head_is_tied(tmp_path: Path, make_target: MakeTarget) -> None:
     target = make_target(tmp_path / "target")
 

@@ -21,20 +21,21 @@ import pytest
 import torch
 import yaml
 from safetensors import safe_open
-from tiny_training import tiny_config, write_target_and_store
+from tiny_training import tiny_config, write_store, write_target_and_store
 from torch import Tensor
 
 from eagle3.config import TrackingConfig, TrainConfig, UserError, config_to_dict
 from eagle3.draft.export import load_drafter
+from eagle3.draft.model import Eagle3Drafter
 from eagle3.draft.questions import read_questions
-from eagle3.draft.target_weights import load_target_config
+from eagle3.draft.target_weights import TargetWeights, load_target_config
 from eagle3.features.manifest import read_manifest
 from eagle3.features.store import FeatureStore
 from eagle3.files import FULL
 from eagle3.training import checkpoints, saves, stopping, trainer
 from eagle3.training.batches import StepBatch
 from eagle3.training.checkpoints import TrainState, newest_checkpoint, save_checkpoint
-from eagle3.training.engine import Engine
+from eagle3.training.engine import Engine, TTTModule
 from eagle3.training.optimizer_step import StepResult, take_step
 from eagle3.training.trainer import train
 from eagle3.training.validation import Validation, validate
@@ -239,6 +240,24 @@ def test_embeddings_of_the_host_are_those_of_the_device(base: TrainConfig, undis
     data = dataclasses.replace(base.data, embeddings="host")
     run_dir = train(dataclasses.replace(with_run(base, dir=str(tmp_path / "run")), data=data))
     assert_same_bits(run_dir, undisturbed)
+
+
+def test_a_device_with_the_drafted_rows_alone_trains_the_same(
+    base: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = write_store(tmp_path / "store", Path(base.target.path), with_normalisers=True)
+    config = dataclasses.replace(base, data=dataclasses.replace(base.data, path=str(store)))
+    held: list[int] = []
+
+    def make_noted(drafter: Eagle3Drafter, target: TargetWeights, *others: Any, **settings: Any) -> TTTModule:
+        held.append(target.lm_head.shape[0])
+        return TTTModule(drafter, target, *others, **settings)
+
+    monkeypatch.setattr(trainer, "TTTModule", make_noted)
+    run_dir = train(with_run(config, dir=str(tmp_path / "run")))
+    monkeypatch.setattr(trainer, "device_weights", lambda inputs, embeddings: inputs.target)
+    assert_same_bits(run_dir, train(with_run(config, dir=str(tmp_path / "whole"))))
+    assert held == [48, 320]
 
 
 def test_one_large_batch_equals_five_micro_steps(base: TrainConfig, undisturbed: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from eagle3.config import (
     TrackingConfig,
     TrainConfig,
 )
-from eagle3.draft.target_weights import load_target_weights
+from eagle3.draft.target_weights import load_target_weights, log_normaliser
 from eagle3.features.manifest import Manifest, digest_target_config, digest_target_weights
 from eagle3.features.record import FeatureSample
 from eagle3.features.writer import FeatureWriter
@@ -28,12 +28,16 @@ CYCLE = 24  # distinct answer tokens
 MASKS = [[0] * 5 + [1] * 9, [0] * 3 + [1] * 14, [0] * 8 + [1] * 6, [0] * 4 + [1] * 5 + [0] * 3 + [1] * 8]
 
 
-def write_store(path: Path, target: Path, num_samples: int = 30) -> Path:
+def write_store(path: Path, target: Path, num_samples: int = 30, *, with_normalisers: bool = False) -> Path:
     """Writes samples in which each token follows from the one before, and the target is sure of it."""
-    lm_head = load_target_weights(target).lm_head
-    return write_manifest_and_samples(
-        path, target, [learnable_sample(number, lm_head) for number in range(num_samples)]
-    )
+    weights = load_target_weights(target)
+    samples = [learnable_sample(number, weights.lm_head) for number in range(num_samples)]
+    if with_normalisers:
+        samples = [
+            dataclasses.replace(sample, target_logz=log_normaliser(weights, sample.last_hidden_states))
+            for sample in samples
+        ]
+    return write_manifest_and_samples(path, target, samples)
 
 
 def write_manifest_and_samples(path: Path, target: Path, samples: list[FeatureSample]) -> Path:

@@ -107,10 +107,14 @@ def _pack_targets(
 ) -> _PackTargets:
     token_ids = drafter.target_ids
     logz = packed.target_logz
+    if logz is None:
+        num_rows, vocab_size = target.lm_head.shape[0], drafter.config.vocab_size
+        assert num_rows == vocab_size, f"a normaliser is over {vocab_size} tokens, got a head of {num_rows}"
+        logz = log_normaliser(target, packed.last_hidden_states)
     targets = Targets(
-        head=target.lm_head[token_ids].to(drafter.compute_dtype()),
+        head=target.drafted(token_ids).lm_head.to(drafter.compute_dtype()),
         last=packed.last_hidden_states,
-        logz=log_normaliser(target, packed.last_hidden_states) if logz is None else logz,
+        logz=logz,
         renormalise=renormalise,
         token_ids=token_ids,
     )

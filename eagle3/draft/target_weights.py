@@ -8,7 +8,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ class TargetWeights:
     """What the drafter and its losses need of the target, frozen."""
 
     embed_tokens: Tensor  # (V, D)
-    lm_head: Tensor  # (V, D); the embedding itself where the target ties them
+    lm_head: Tensor  # (V, D), the embedding itself where the target ties them; or the drafted rows alone, (W, D)
     norm: Tensor  # (D,) the final norm's scale: normed * scale
     rms_norm_eps: float
 
@@ -58,6 +58,12 @@ class TargetWeights:
         embed_tokens = self.embed_tokens.to(device, dtype)
         lm_head = embed_tokens if self.lm_head is self.embed_tokens else self.lm_head.to(device, dtype)
         return TargetWeights(embed_tokens, lm_head, self.norm.to(device, dtype), self.rms_norm_eps)
+
+    def drafted(self, token_ids: Tensor) -> "TargetWeights":  # (W,), ascending
+        """Returns the weights with the head's rows of the drafted tokens alone: no copy, where it has no others."""
+        if token_ids.numel() == self.lm_head.shape[0]:
+            return self
+        return replace(self, lm_head=self.lm_head[token_ids.to(self.lm_head.device)])
 
 
 def default_capture_layers(num_layers: int) -> list[int]:

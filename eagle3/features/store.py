@@ -115,6 +115,11 @@ class FeatureStore:
         """Reads the loss mask (T,) of a sample, and nothing else of it."""
         return self._read_column(index, "loss_mask")
 
+    def has_normalisers(self, indices: list[int]) -> bool:
+        """Tells whether each of the samples at `indices` has its `target_logz`."""
+        numbers = {self.entries[index].shard for index in indices}
+        return all("target_logz" in self.shard(number).columns for number in numbers)
+
     def answers(self, index: int) -> list[Tensor]:
         """Returns the ids (N,) of each run of supervised tokens of a sample."""
         input_ids, loss_mask = self._read_column(index, "input_ids"), self._read_column(index, "loss_mask")  # (T,)

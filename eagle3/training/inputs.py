@@ -7,7 +7,7 @@ import logging
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -83,6 +83,19 @@ def load_inputs(config: TrainConfig) -> Inputs:
     init_drafter(drafter, target, draft_vocab, seed=config.run.seed, init_from_target=config.draft.init_from_target)
     to_serving_config(drafter.config, target_config, torch.bfloat16)  # refuses now what could not be exported later
     return Inputs(store, train_indices, held_out_indices, target, target_config, drafter)
+
+
+def device_weights(inputs: Inputs, embeddings: Literal["device", "host"]) -> TargetWeights:
+    """Returns what every device must hold of the target: the drafted rows of its head, if the store has normalisers.
+
+    With embeddings on the host the table is empty. Nothing is copied but those rows.
+    """
+    weights = inputs.target
+    if embeddings == "host":
+        weights = replace(weights, embed_tokens=weights.embed_tokens[:0])
+    if not inputs.store.has_normalisers(inputs.train_indices + inputs.held_out_indices):
+        return weights
+    return weights.drafted(inputs.drafter.target_ids)
 
 
 def _log_ceiling(vocab: DraftVocab, store: FeatureStore, indices: list[int], num_draft_tokens: int) -> None:

@@ -27,7 +27,7 @@ GIB = 2**30
 class MemoryEstimate:
     """Bytes at the peak of a step, on each GPU."""
 
-    target: int  # embedding, head and norm, frozen
+    target: int  # what is held of embedding, head and norm, frozen
     parameters: int  # as the optimizer or DeepSpeed keeps them, and the bf16 copies that a step multiplies with
     optimizer: int  # moments, and masters where they are apart
     gradients: int  # those that are there at the peak
@@ -60,6 +60,7 @@ class MemoryPlan:
     target_bytes: int
     capacity: int  # bytes of a GPU that training may take
     has_average: bool = False  # of the weights, beside the moments
+    copies_head: bool = True  # each micro-batch copies the drafted rows of the target's head
 
     def num_recomputed(self, num_tokens: int, num_rows: int) -> int:
         """Returns at how many of the first draft steps gate and up are made again: no more than has to be."""
@@ -84,9 +85,10 @@ class MemoryPlan:
             optimizer = (FP32 + kept_bytes) * sizes.total // self.setup.num_ranks
             kept_gradients = ZERO_BUCKET_BYTES
             head_cast, head_gradient = 0, BF16 * sizes.head
-        # While the head is scored its gradient is summed in fp32, and the target's drafted rows lie beside it; before
-        # they go, it is cast to what parameters are.
-        beside = head_cast + BF16 * sizes.head + BF16 * self.ttt_steps * num_rows * self.config.hidden_size
+        # While the head is scored its gradient is summed in fp32, and the target's drafted rows lie beside it where
+        # they are copied; before they go, it is cast to what parameters are.
+        target_rows = BF16 * sizes.head if self.copies_head else 0
+        beside = head_cast + target_rows + BF16 * self.ttt_steps * num_rows * self.config.hidden_size
         final_cast = head_gradient if head_gradient < FP32 * sizes.head else 0
         # Of gradients and all else, as (bytes, bytes), the moment when both together are the most.
         peaks = [
@@ -152,6 +154,7 @@ def plan_memory(
         ttt_steps=ttt_steps,
         target_bytes=sum(tensor.nbytes for tensor in tensors.values()),
         has_average=has_average,
+        copies_head=target.lm_head.shape[0] > config.draft_vocab_size or target.lm_head.dtype != torch.bfloat16,
         capacity=int(USABLE_SHARE * (num_free + torch.cuda.memory_reserved(device))),
     )
 

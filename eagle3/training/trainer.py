@@ -25,7 +25,7 @@ from eagle3.training.checkpoints import (
 from eagle3.training.distributed import World, check_same, ending_together, from_main, quiet_other_ranks, start
 from eagle3.training.engine import Engine, TTTModule
 from eagle3.training.faults import LossSpikes, keep_stopped
-from eagle3.training.inputs import Inputs, largest_micro_batch, load_inputs
+from eagle3.training.inputs import Inputs, device_weights, largest_micro_batch, load_inputs
 from eagle3.training.memory import log_plan, plan_memory
 from eagle3.training.model_card import model_card
 from eagle3.training.optimizer_step import StepResult, learning_rate_at, take_step
@@ -87,13 +87,11 @@ def train(config: TrainConfig) -> Path:
 
 def train_among_ranks(config: TrainConfig, inputs: Inputs, accelerator: Accelerator, world: World) -> Path:
     """Trains as one of the ranks, which have met; returns the run's directory."""
-    dtype, weights = TARGET_DTYPES[config.target.dtype], inputs.target
-    on_host = config.data.embeddings == "host"
-    kept = dataclasses.replace(weights, embed_tokens=weights.embed_tokens[:0]) if on_host else weights
-    target = kept.to(world.device, dtype)
+    dtype = TARGET_DTYPES[config.target.dtype]
+    target = device_weights(inputs, config.data.embeddings).to(world.device, dtype)
     module = TTTModule(inputs.drafter, target, config.objective, bf16=config.run.mixed_precision == "bf16")
     # As the file has them they stay mapped, so that the ranks of a machine share them.
-    module.host_embeddings = weights.embed_tokens.to(dtype) if on_host else None
+    module.host_embeddings = inputs.target.embed_tokens.to(dtype) if config.data.embeddings == "host" else None
     engine = Engine(config, accelerator, world, module)
     precision = "bf16 with fp32 master weights" if module.bf16 else "fp32"
     logger.info("%s on %s, %s", engine.setup, world.device, precision)

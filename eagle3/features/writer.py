@@ -1,8 +1,8 @@
 """Writes a store: a shard appears whole or not at all, while the next ones are being filled.
 
 A shard is written, brought down to the disk and only then given its name, so a sample that is in one is done, exactly
-once. One thread fills files and another waits for the disk, so that neither capture nor the disk waits for the other:
-a kill loses what is buffered and at most two shards under way.
+once. One thread fills files and another waits for the disk, up to SHARDS_BEHIND shards later, so that neither capture
+nor the disk waits for the other: a kill loses what is buffered and those shards under way.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import fcntl
 import logging
 import os
 import shutil
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -49,6 +50,7 @@ from eagle3.files import FULL, PRIVATE, sync, write_whole
 logger = logging.getLogger(__name__)
 
 LOCK_NAME = "lock"
+SHARDS_BEHIND = 2  # that are filled and not yet on the disk; one more is being filled
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # Lustre as it is often mounted, for one
 
 
@@ -93,7 +95,7 @@ class FeatureWriter:
         self._sealer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store-seal")
         self._temporary_names = cycle(temporary_shard_names(writer))
         self._filling: Future[None] | None = None
-        self._sealing: Future[None] | None = None
+        self._sealing: deque[Future[None]] = deque()  # the last SHARDS_BEHIND
         self._count = Lock()  # of the next two, which the threads change
         self._bytes_under_way = 0
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -169,7 +171,7 @@ class FeatureWriter:
         """
         self._start_flush()
         self._wait(self._filling)
-        self._wait(self._sealing)
+        self._wait(self._sealing[-1] if self._sealing else None)
 
     def close(self) -> None:
         """Writes what is buffered and lets other writers in; a flush that failed is not tried again."""
@@ -188,7 +190,7 @@ class FeatureWriter:
         self.close()
 
     def _start_flush(self) -> None:
-        self._wait(self._filling)  # at most two shards are in memory
+        self._wait(self._filling)  # at most two shards are in this process's memory
         if not self._buffer:
             return
         with self._count:
@@ -212,13 +214,16 @@ class FeatureWriter:
             if free < num_bytes:
                 raise self._disk_full(num_bytes, f"{free} bytes free")
             entries = write_shard(temporary, samples, checksums)
-            if self._sealing is not None:
-                self._sealing.result()  # shards are published in their order, and none after one that failed
-        self._sealing = self._sealer.submit(self._seal, temporary, entries, num_bytes)
+            if len(self._sealing) == SHARDS_BEHIND:
+                self._sealing.popleft().result()
+        before = self._sealing[-1] if self._sealing else None
+        self._sealing.append(self._sealer.submit(self._seal, temporary, entries, num_bytes, before))
 
-    def _seal(self, temporary: Path, entries: list[IndexEntry], num_bytes: int) -> None:
+    def _seal(self, temporary: Path, entries: list[IndexEntry], num_bytes: int, before: Future[None] | None) -> None:
         """Brings a shard down to the disk and publishes it; runs on a thread of its own."""
         with self._disk_errors(temporary, num_bytes):
+            if before is not None:
+                before.result()  # shards are published in their order, and none after one that failed
             sync_shard(temporary)
             number = self._publish(temporary)
             entries = [replace(entry, shard=number) for entry in entries]
@@ -261,8 +266,8 @@ class FeatureWriter:
 
 
 def temporary_shard_names(writer: int) -> list[str]:
-    """Returns the names of the files that a writer fills, in turns: one is filled, one on its way to the disk."""
-    return [f"shard-{writer}-{turn}.tmp" for turn in range(2)]
+    """Returns the names of the files that a writer fills, in turns, while others are on their way to the disk."""
+    return [f"shard-{writer}-{turn}.tmp" for turn in range(1 + SHARDS_BEHIND)]
 
 
 def side_path(store_path: Path, writer: int) -> Path:

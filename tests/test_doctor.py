@@ -292,6 +292,25 @@ def test_eagles_own_list_is_suspected_without_a_store(
     assert "no boundaries can be made of the layer ids [2, 4, 9]" in finding.what
 
 
+def test_the_list_for_vllm_must_mean_the_layers_of_sglangs(
+    tmp_path: Path, tiny_target: Path, good: tuple[Path, Path]
+) -> None:
+    """vLLM takes its list for boundaries; drafters of others may hold it alone, and SGLang does not read it."""
+    directory = Path(shutil.copytree(good[0], tmp_path / "ours"))
+    change_config(directory, eagle_aux_hidden_state_layer_ids=IDS, eagle3={"capture_layers": list(LAYERS)})
+    (finding,) = look(directory, tiny_target).findings
+    assert finding.name == "layer-ids"
+    assert finding.what.endswith(f"layer_ids: {IDS} beside eagle_config as boundaries, and SGLang will capture "
+                                 f"{list(LAYERS)}, as in training")  # fmt: skip
+    assert finding.remedy == f"write {list(LAYERS)} there, if vLLM is to serve it"
+    change_config(directory, eagle_aux_hidden_state_layer_ids=list(LAYERS))
+    assert look(directory, tiny_target).findings == []
+    change_config(directory, eagle_aux_hidden_state_layer_ids=[1, 2, 3], eagle3=None, eagle_config=None)
+    (finding,) = look(directory, tiny_target).findings
+    assert finding.what.endswith("[1, 2, 3] beside eagle_config as boundaries, and SGLang will capture [2, 4, 5]")
+    assert finding.remedy.startswith("make both lists mean the layers that it was trained on")
+
+
 def test_a_drafter_that_knows_nothing_is_told_from_a_weak_one(
     tmp_path: Path, tiny_target: Path, good: tuple[Path, Path]
 ) -> None:

@@ -222,6 +222,8 @@ def test_card_says_how_to_serve(tmp_path: Path) -> None:
     for text in ("--speculative-algorithm EAGLE3", "[3, 6, 9]", "[2, 5, 8]", "LlamaForCausalLM", "EAGLE-3,"):
         assert text in card
     assert "0.5.12" not in card
+    assert "vLLM (0.11.2, 0.32.0 and newer) reads the list beside `eagle_config`, [3, 6, 9]," in card
+    assert '{"method": "eagle3", "model": "THIS_DIRECTORY", "num_speculative_tokens": 3}' in card
 
 
 def test_card_names_the_ids_of_older_servers(tmp_path: Path) -> None:
@@ -231,6 +233,7 @@ def test_card_names_the_ids_of_older_servers(tmp_path: Path) -> None:
     assert "config.json, [3, 6, 9]," in card
     assert "up to 0.5.12.post1 adds 1 to them for this class: write [2, 5, 8] there" in card
     assert "EAGLE-3.1," in card
+    assert "vLLM (0.32.0 and newer)" in card
 
 
 def test_second_export_replaces_the_first(tmp_path: Path) -> None:

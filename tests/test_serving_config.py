@@ -60,6 +60,28 @@ def test_sglang_captures_the_boundaries(architecture: str, boundaries: list[int]
     assert served_boundaries(layer_ids, architecture, 61) == boundaries
 
 
+def captured_by_vllm(stored: dict[str, Any], runner: str) -> list[int] | None:
+    """What its runners set on the target, written after vLLM 0.33.0; None: the target's default layers.
+
+    All classes alike take the numbers as boundaries (model_executor/models/llama.py and deepseek_v2.py).
+    """
+    found = stored.get("eagle_aux_hidden_state_layer_ids")
+    if runner == "v1/worker/gpu_model_runner.py" and not found:
+        found = (stored.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    return list(found) if found else None
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "DeepseekV3ForCausalLM"])
+@pytest.mark.parametrize("runner", ["v1/worker/gpu_model_runner.py", "v1/worker/gpu/spec_decode/eagle/eagle3_utils.py"])
+def test_both_engines_capture_the_boundaries_from_one_file(architecture: str, runner: str) -> None:
+    stored = to_serving_config(drafter_config(), TARGET | {"architectures": [architecture]}, torch.bfloat16)
+    assert captured_by_vllm(stored, runner) == [3, 6, 9]
+    assert captured_by_sglang(stored["eagle_config"]["eagle_aux_hidden_state_layer_ids"], architecture) == [3, 6, 9]
+    del stored["eagle_aux_hidden_state_layer_ids"]  # of an older export vLLM captures something else
+    without = [2, 5, 8] if architecture == "LlamaForCausalLM" else [3, 6, 9]
+    assert captured_by_vllm(stored, runner) == (without if "gpu_model_runner" in runner else None)
+
+
 def test_list_that_no_ids_give_is_refused() -> None:
     assert served_layer_ids([1, 4, 6], "LlamaForCausalLM") == [0, 3, 5]
     with pytest.raises(
@@ -111,6 +133,7 @@ def test_config_is_the_literal_one() -> None:
         "fc_norm": False,
         "norm_output": False,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 5, 8], "use_aux_hidden_state": True},
+        "eagle_aux_hidden_state_layer_ids": [3, 6, 9],
         "bos_token_id": 1,
         "eos_token_id": [2, 7],
     }

@@ -1,7 +1,7 @@
 """The files that SGLang and vLLM load.
 
-SGLang skips tensors that it does not know and leaves random what it does not find, without a word: so the names are
-compared with a literal list, in both directions.
+SGLang skips tensors that it does not know and leaves random what it does not find, without a word (vLLM, too, leaves
+random what it does not find): so the names are compared with a literal list, in both directions.
 """
 
 import json
@@ -235,6 +235,7 @@ def _serving_section(config: DrafterConfig, target_config: dict[str, Any]) -> st
         if architecture in IDS_ARE_BOUNDARIES
         else ""
     )
+    vllms = "0.32.0 and newer" if version == "3.1" else "0.11.2, 0.32.0 and newer"
     return f"""
 ## Serving
 
@@ -250,4 +251,13 @@ python -m sglang.launch_server --model-path TARGET --speculative-algorithm EAGLE
 ```
 
 With `EAGLE` in place of `EAGLE3` nothing is ever accepted, and no error says so.
+
+vLLM ({vllms}) reads the list beside `eagle_config`, {list(config.capture_layers)}, and takes it as it is:
+
+```bash
+vllm serve TARGET \\
+  --speculative-config '{{"method": "eagle3", "model": "THIS_DIRECTORY", "num_speculative_tokens": 3}}'
+```
+
+Without `"method": "eagle3"` it guesses the kind of drafter from the directory's name.
 """

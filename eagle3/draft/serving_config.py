@@ -1,6 +1,7 @@
-"""The drafter's config.json, as SGLang reads it.
+"""The drafter's config.json, as SGLang and vLLM read it.
 
-Layer ids in it are not boundaries: the target's class in SGLang turns them into boundaries, and not all classes alike.
+SGLang's layer ids in it are not boundaries: the target's class turns them into boundaries, and not all classes alike.
+vLLM's are, for every class, so each engine has a list of its own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,9 @@ from eagle3.draft.target_weights import check_capture_layers, default_capture_la
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 RECORD_KEY = "eagle3"  # of config.json: what the drafter was trained on
+# Within eagle_config it is SGLang's. Beside it it is vLLM's, which takes boundaries (0.11.2 to 0.33.0): without it, its
+# older runner takes SGLang's list for boundaries, and its newer one falls back on default layers.
+LAYER_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 
 # SGLang's `set_eagle3_layers_to_capture` of these takes ids as boundaries, but adds 1 to each if the first is 1; every
 # other class always adds 1. Source: SGLang 0.5.23, srt/models/deepseek_v2.py and its subclasses, glm4_moe_lite.py,
@@ -141,11 +145,10 @@ def to_serving_config(config: DrafterConfig, target_config: dict[str, Any], dtyp
         "fc_norm": config.fc_norm,
         "norm_output": config.norm_output,
         "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": served_layer_ids(
-                config.capture_layers, target_architecture(target_config)
-            ),
+            LAYER_IDS_KEY: served_layer_ids(config.capture_layers, target_architecture(target_config)),
             "use_aux_hidden_state": True,
         },
+        LAYER_IDS_KEY: list(config.capture_layers),
         **token_ids,
     }
 
@@ -161,7 +164,7 @@ def from_serving_config(stored: dict[str, Any], target_config: dict[str, Any], w
         heading = f"a drafter's config.json must be one that SGLang serves with this target, got ({where}):"
         raise UserError("\n".join([heading, *problems]))
     eagle_config = stored.get("eagle_config") or {}
-    layer_ids = eagle_config.get("eagle_aux_hidden_state_layer_ids")
+    layer_ids = eagle_config.get(LAYER_IDS_KEY)
     boundaries = served_boundaries(layer_ids, target_architecture(target_config), target_config["num_hidden_layers"])
     num_heads = stored["num_attention_heads"]
     return DrafterConfig(
@@ -235,7 +238,7 @@ def wrong_kinds(stored: Mapping[str, Any]) -> list[str]:
         for key, (is_right, wanted) in NUMBERS.items():
             if key in values and not (_is_number(values[key]) and is_right(values[key])):
                 problems.append(f"- {where}{key}={_short(values[key])}, wanted {wanted}")
-        for key in ("eagle_aux_hidden_state_layer_ids", "capture_layers"):
+        for key in (LAYER_IDS_KEY, "capture_layers"):
             if values.get(key) is not None and not _are_ids(values[key]):
                 problems.append(f"- {where}{key}={_short(values[key])}, wanted a list of integers")
     return problems

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from eagle3.config import UserError
 from eagle3.draft.serving_config import (
     IDS_ARE_BOUNDARIES,
+    LAYER_IDS_KEY,
     RECORD_KEY,
     served_boundaries,
     served_layer_ids,
@@ -94,9 +95,9 @@ def rope_difference(files: DrafterFiles, target_config: Mapping[str, Any]) -> Fi
 
 
 def layer_ids(files: DrafterFiles) -> list[int] | None:
-    """Returns the ids from which the engine makes the boundaries, None where it takes its own."""
+    """Returns the ids from which SGLang makes the boundaries, None where it takes its own."""
     eagle_config = files.config.get("eagle_config")
-    ids = eagle_config.get("eagle_aux_hidden_state_layer_ids") if isinstance(eagle_config, dict) else None
+    ids = eagle_config.get(LAYER_IDS_KEY) if isinstance(eagle_config, dict) else None
     return ids if isinstance(ids, list) and all(isinstance(each, int) for each in ids) else None
 
 
@@ -112,8 +113,13 @@ def check_layers(files: DrafterFiles, target_config: Mapping[str, Any]) -> list[
         return [Finding("layer-ids", what, "write the ids of the layers that the drafter was trained on")]
     record = files.config.get(RECORD_KEY)
     trained = record.get("capture_layers") if isinstance(record, dict) else None
+    if trained is not None and trained != served:
+        return [layers_differ(ids, served, trained, architecture, "it was trained on")]
+    vllms = files.config.get(LAYER_IDS_KEY)
+    if vllms is not None and vllms != served:
+        return [_engines_differ(vllms, served, trained is not None)]
     if trained is not None:
-        return [] if trained == served else [layers_differ(ids, served, trained, architecture, "it was trained on")]
+        return []
     adds_one = architecture not in IDS_ARE_BOUNDARIES
     if adds_one and num_layers >= 7 and ids == default_capture_layers(num_layers):
         what = (
@@ -123,6 +129,15 @@ def check_layers(files: DrafterFiles, target_config: Mapping[str, Any]) -> list[
         remedy = f"try {[each - 1 for each in ids]}; --try-layers and a store tell which of the two it reads"
         return [Finding("layer-ids", what, remedy)]
     return []
+
+
+def _engines_differ(vllms: Any, served: list[int], is_known: bool) -> Finding:
+    """Says that vLLM will capture other boundaries than SGLang does; `is_known`: those that SGLang does are right."""
+    what = f"vLLM takes {LAYER_IDS_KEY}: {vllms} beside eagle_config as boundaries, and SGLang will capture {served}"
+    if is_known:
+        return Finding("layer-ids", f"{what}, as in training", f"write {served} there, if vLLM is to serve it")
+    remedy = "make both lists mean the layers that it was trained on; --try-layers and a store tell which those are"
+    return Finding("layer-ids", what, remedy)
 
 
 def layers_differ(ids: list[int] | None, served: list[int], wanted: list[int], architecture: str, why: str) -> Finding:

@@ -28,10 +28,12 @@ CYCLE = 24  # distinct answer tokens
 MASKS = [[0] * 5 + [1] * 9, [0] * 3 + [1] * 14, [0] * 8 + [1] * 6, [0] * 4 + [1] * 5 + [0] * 3 + [1] * 8]
 
 
-def write_store(path: Path, target: Path, num_samples: int = 30, *, with_normalisers: bool = False) -> Path:
-    """Writes samples in which each token follows from the one before, and the target is sure of it."""
+def write_store(
+    path: Path, target: Path, num_samples: int = 30, *, certainty: float = 5.0, with_normalisers: bool = False
+) -> Path:
+    """Writes samples in which each token follows from the one before, and the target is sure of it, or less sure."""
     weights = load_target_weights(target)
-    samples = [learnable_sample(number, weights.lm_head) for number in range(num_samples)]
+    samples = [learnable_sample(number, weights.lm_head, certainty) for number in range(num_samples)]
     if with_normalisers:
         samples = [
             dataclasses.replace(sample, target_logz=log_normaliser(weights, sample.last_hidden_states))
@@ -65,12 +67,12 @@ def write_manifest_and_samples(path: Path, target: Path, samples: list[FeatureSa
     return path
 
 
-def learnable_sample(number: int, lm_head: torch.Tensor) -> FeatureSample:
+def learnable_sample(number: int, lm_head: torch.Tensor, certainty: float = 5.0) -> FeatureSample:
     """Sample `number`: a cycle of tokens, and last hidden states along the head's row (V, D) of the next token."""
     sample = random_sample(f"s{number}", MASKS[number % len(MASKS)], seed=number)
     num_tokens = sample.input_ids.numel()
     input_ids = (3 + (number + 7 * torch.arange(num_tokens)) % CYCLE).int()
-    last = 5 * lm_head[input_ids[sample.last_rows.long() + 1].long()]
+    last = certainty * lm_head[input_ids[sample.last_rows.long() + 1].long()]
     return dataclasses.replace(sample, input_ids=input_ids, last_hidden_states=last)
 
 

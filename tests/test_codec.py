@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import random_sample
-from test_store import MANIFEST
+from tiny_stores import MANIFEST
 from torch import Tensor
 
 from eagle3.config import StoreConfig

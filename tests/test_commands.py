@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import random_sample
 from test_packs import bf16_samples, write_samples
-from test_store import MANIFEST, contents
+from tiny_stores import MANIFEST, contents
 
 from eagle3.__main__ import main as dispatch
 from eagle3.config import UserError

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from eagle3.capture.inprocess import TransformersEngine
+from eagle3.capture.inprocess import TransformersEngine, batches_by_length
 from eagle3.config import RegenerateConfig, TargetConfig, UserError
 from eagle3.prompts.tokenizers import load_tokenizer
 
@@ -142,3 +142,15 @@ def test_targets_that_cannot_be_decoded_here_are_refused(
     monkeypatch.setattr(engine, "_text_config", SimpleNamespace(max_position_embeddings=512, **text_config))
     with pytest.raises(UserError, match=message + r".*set regenerate.enabled=false"):
         engine.generate([[1, 2, 3]], RegenerateConfig(max_new_tokens=256))
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 50, 1000])
+def test_batches_hold_each_sequence_once_within_the_padded_limit(batch_tokens: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 60, (40,), generator=generator).tolist()
+    batches = batches_by_length(lengths, batch_tokens)
+    assert sorted(i for batch in batches for i in batch) == list(range(40))
+    for batch in batches:
+        padded = max(lengths[i] for i in batch) * len(batch)
+        assert padded <= batch_tokens or len(batch) == 1
+    assert len(batches) == 40 if batch_tokens == 1 else len(batches) < 40

@@ -8,7 +8,7 @@ import fsspec
 import pytest
 import torch
 from test_packs import bf16_samples, write_samples
-from test_store import assert_same, contents
+from tiny_stores import assert_same, contents
 
 from eagle3.config import UserError
 from eagle3.features.commands import main

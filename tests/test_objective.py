@@ -1,7 +1,7 @@
 """Losses and counts against a loop over rows and steps that shares no code with them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,106 +9,27 @@ import pytest
 import torch
 from dense_oracle import dense_sums
 from draft_oracle import CachedDrafter, tiny_drafter
+from loop_oracle import loop_sums
+from tiny_objective import DECAY, NEEDS_GPU, STEPS, gradients, masked_samples, random_target, sums_of
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle3.draft import context_attention
-from eagle3.draft.head import HeadSums, LossKind, chunks
+from eagle3.draft.head import LossKind
 from eagle3.draft.model import Eagle3Drafter
-from eagle3.draft.objective import TTTSums, _pack_targets, ttt_sums
+from eagle3.draft.objective import _pack_targets
 from eagle3.draft.target_weights import TargetWeights, log_normaliser
 from eagle3.draft.ttt import PackedSequences, pack, unroll
 from eagle3.features.record import FeatureSample
 
-# A prompt and an answer; two turns, the last one to the very end; nothing supervised; too short to count.
-MASKS = [[0, 0, 1, 1, 1, 1, 0], [0, 1, 1, 0, 0, 1, 1, 1, 1, 1], [0, 0, 0], [0, 1]]
-NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-STEPS = 4
-DECAY = 0.7
-
 
 @pytest.fixture(scope="module")
-def samples(make_sample: Callable[..., FeatureSample]) -> list[FeatureSample]:
-    return [make_sample(f"s{i}", mask, seed=i, hidden_size=16, vocab_size=40) for i, mask in enumerate(MASKS)]
+def samples() -> list[FeatureSample]:
+    return masked_samples()
 
 
 @pytest.fixture(scope="module")
 def target() -> TargetWeights:
-    generator = torch.Generator().manual_seed(9)
-    return TargetWeights(
-        embed_tokens=torch.randn(40, 16, generator=generator),
-        lm_head=torch.randn(40, 16, generator=generator),
-        norm=torch.ones(16),
-        rms_norm_eps=1e-5,
-    )
-
-
-def sums_of(
-    drafter: Eagle3Drafter, target: TargetWeights, packed: PackedSequences, renormalise: bool = True, **changes: Any
-) -> TTTSums:
-    settings: dict[str, Any] = {"ttt_steps": STEPS, "ttt_decay": DECAY, "renormalise": renormalise}
-    return ttt_sums(drafter, target, packed, **(settings | changes))
-
-
-def gradients(drafter: Eagle3Drafter, loss: Tensor) -> dict[str, Tensor]:
-    names = [name for name, _ in drafter.named_parameters()]
-    return dict(zip(names, torch.autograd.grad(loss, list(drafter.parameters())), strict=True))
-
-
-@dataclass
-class LoopSums:
-    """What the loop adds up, per step."""
-
-    step_loss: list[Tensor]
-    num_counted: list[int]
-    num_top1: list[int]
-    acceptance: list[float]
-
-
-def row_loss(kind: LossKind, wanted: Tensor, served: Tensor, log_drafted: Tensor) -> Tensor:  # (W,) each
-    """Returns the loss of one row, written as it is defined; autograd makes its gradient."""
-    cross_entropy = -(wanted * log_drafted).sum()
-    kl = cross_entropy + (wanted * (wanted / wanted.sum()).log()).sum()
-    acceptance = torch.minimum(served, log_drafted.exp()).sum()
-    share_of_kl = torch.exp(-3 * acceptance.detach())
-    hybrid = share_of_kl * kl + (1 - share_of_kl) * (1 - acceptance)
-    return {"cross_entropy": cross_entropy, "kl": kl, "tv": 1 - acceptance, "lk": hybrid}[kind]
-
-
-def loop_sums(
-    drafter: Eagle3Drafter,
-    target: TargetWeights,
-    samples: list[FeatureSample],
-    renormalise: bool,
-    drop_rejected: bool = False,
-    kind: LossKind = "cross_entropy",
-) -> LoopSums:
-    """Row by row, step by step, token by token, one document at a time."""
-    sums = LoopSums([torch.zeros(()) for _ in range(STEPS)], [0] * STEPS, [0] * STEPS, [0.0] * STEPS)
-    oracle = CachedDrafter(drafter, target.embed_tokens)
-    target_ids = [int(offset) + i for i, offset in enumerate(drafter.d2t)]
-    for sample in samples:
-        mask = sample.loss_mask.tolist()
-        for row in range(len(mask)):
-            length = 0
-            while row + 2 + length < len(mask) and all(mask[row + 1 : row + 3 + length]) and length < STEPS:
-                length += 1
-            if length == 0:
-                continue
-            chain = oracle.chain(sample.input_ids, sample.aux_hidden_states, row, length)
-            for step, drafted in enumerate(chain):
-                [last] = sample.last_at(torch.tensor([row + 1 + step]))
-                served = torch.softmax(target.lm_head @ last, dim=0)[target_ids]  # (W,) of the softmax over V
-                wanted = served / served.sum() if renormalise else served
-                log_drafted = torch.log_softmax(drafted.logits, dim=0)
-                sums.step_loss[step] = sums.step_loss[step] + row_loss(kind, wanted, served, log_drafted)
-                sums.num_counted[step] += 1
-                recorded = int(sample.input_ids[row + 2 + step])
-                sums.num_top1[step] += target_ids[int(drafted.logits.argmax())] == recorded
-                sums.acceptance[step] += float(torch.minimum(served, log_drafted.detach().exp()).sum())
-                if drop_rejected and target_ids[int(drafted.logits.argmax())] != recorded:
-                    break
-    return sums
+    return random_target()
 
 
 @pytest.mark.parametrize("renormalise", [True, False])
@@ -194,7 +115,7 @@ def test_values_and_gradients_are_those_of_the_loop(
 ) -> None:
     drafter = tiny_drafter(**switches)
     ours = sums_of(drafter, target, pack(samples), renormalise, kind=kind)
-    loop = loop_sums(drafter, target, samples, renormalise, kind=kind)
+    loop = loop_sums(drafter, target, samples, ttt_steps=STEPS, renormalise=renormalise, kind=kind)
     torch.testing.assert_close(ours.step_loss.tolist(), [s.item() for s in loop.step_loss], rtol=1e-5, atol=0)
     torch.testing.assert_close(ours.acceptance.tolist(), loop.acceptance, rtol=1e-5, atol=0)
     assert ours.num_counted.tolist() == loop.num_counted == [8, 5, 3, 1]
@@ -237,7 +158,7 @@ def test_rows_that_are_rejected_leave_as_if_they_weighed_nothing(
     samples[0] = with_right_chain(samples[0], drafter, target, row=5, length=2)
     samples[1] = with_right_chain(samples[1], drafter, target, row=0, length=1)
     ours = sums_of(drafter, target, pack(samples), drop_rejected=True)
-    loop = loop_sums(drafter, target, samples, renormalise=True, drop_rejected=True)
+    loop = loop_sums(drafter, target, samples, ttt_steps=STEPS, renormalise=True, drop_rejected=True)
     assert ours.num_counted.tolist() == loop.num_counted
     assert loop.num_counted[0] > loop.num_counted[1] > loop.num_counted[2] >= loop.num_counted[3] > 0
     assert ours.num_top1.tolist() == loop.num_top1
@@ -389,118 +310,3 @@ def test_with_a_stored_normaliser_the_drafted_rows_of_the_head_are_enough(
         assert all(torch.equal(grad, expected[name]) for name, grad in gradients(drafter, found.loss).items())
     with pytest.raises(AssertionError, match=r"a normaliser is over 40 tokens, got a head of \d+"):
         sums_of(drafter, drafted, packed)
-
-
-@pytest.mark.parametrize("renormalise", [True, False])
-def test_head_gradient_is_that_of_finite_differences(
-    renormalise: bool, samples: list[FeatureSample], target: TargetWeights, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("eagle3.draft.head.CHUNK_ELEMENTS", {"cpu": 3 * STEPS * 12})  # 3 target rows at a time
-    drafter, packed = tiny_drafter(dtype=torch.float64), pack(samples)
-    steps = list(unroll(drafter, target.embed_tokens, packed, STEPS))
-    pack_targets = _pack_targets(drafter, target, packed, renormalise)
-    weights = DECAY ** torch.arange(STEPS, dtype=torch.float64)
-
-    def loss(weight: Tensor, *normed: Tensor) -> Tensor:
-        head = HeadSums(weight, weights, weight.dtype, "cross_entropy", with_gradient=True)
-        scored = [
-            pack_targets.scored(k, replace(step, normed=own))
-            for k, (step, own) in enumerate(zip(steps, normed, strict=True))
-        ]
-        indices = [rows.index for rows in scored]
-        cuts = chunks(packed.target_rows.numel(), indices, weight.shape[0], weight.device)
-        list(head.score(pack_targets.targets, scored, cuts))
-        return head.loss()
-
-    inputs = [drafter.lm_head.weight, *(step.normed.detach().requires_grad_() for step in steps)]
-    grads = torch.autograd.grad(loss(*inputs), inputs)
-    for number, (tensor, grad) in enumerate(zip(inputs, grads, strict=True)):
-        for seed in range(5):
-            direction = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-            ahead, behind = (
-                loss(*inputs[:number], tensor + step * direction, *inputs[number + 1 :]) for step in (1e-5, -1e-5)
-            )
-            # The error of a central difference is of the order of the step squared.
-            torch.testing.assert_close((ahead - behind) / 2e-5, (grad * direction).sum(), rtol=1e-7, atol=1e-7)
-
-
-def test_gradients_are_handed_out_once(samples: list[FeatureSample], target: TargetWeights) -> None:
-    """They are scaled in place, so a second backward must not come by with the wrong ones."""
-    loss = sums_of(tiny_drafter(), target, pack(samples)).loss
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-def test_chunks_do_not_change_the_sums(
-    samples: list[FeatureSample], target: TargetWeights, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drafter, packed = tiny_drafter(), pack(samples)
-    whole = sums_of(drafter, target, packed)
-    expected = gradients(drafter, whole.loss)
-    monkeypatch.setattr("eagle3.draft.head.CHUNK_ELEMENTS", {"cpu": 1})  # one target row at a time
-    chunked = sums_of(drafter, target, packed)
-    torch.testing.assert_close(chunked.loss, whole.loss)
-    assert torch.equal(chunked.num_top1, whole.num_top1)
-    torch.testing.assert_close(chunked.acceptance, whole.acceptance)
-    for name, gradient in gradients(drafter, chunked.loss).items():
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-5, msg=name)
-
-
-@pytest.mark.parametrize("cast", ["autocast", "weights"])
-def test_bf16_is_near_fp32(cast: str, samples: list[FeatureSample], target: TargetWeights) -> None:
-    """Autocast over fp32 parameters, and bf16 parameters as DeepSpeed has them."""
-    packed = pack(samples)
-    exact = sums_of(tiny_drafter(), target, packed)
-    drafter = tiny_drafter(dtype=torch.bfloat16 if cast == "weights" else torch.float32)
-    with torch.autocast("cpu", torch.bfloat16, enabled=cast == "autocast"):
-        rough = sums_of(drafter, target, packed)
-    torch.testing.assert_close(rough.loss, exact.loss, rtol=0.03, atol=0)  # some dozen roundings to 8 bits
-    torch.testing.assert_close(rough.acceptance, exact.acceptance, rtol=0.05, atol=0)
-    expected = gradients(tiny := tiny_drafter(), sums_of(tiny, target, packed).loss)
-    for name, gradient in gradients(drafter, rough.loss).items():
-        assert gradient.dtype == dict(drafter.named_parameters())[name].dtype
-        angle = torch.cosine_similarity(gradient.float().flatten(), expected[name].flatten(), dim=0)
-        assert angle > 0.99, (name, float(angle))
-
-
-@NEEDS_GPU
-def test_gpu_gives_the_sums_and_gradients_of_the_cpu(samples: list[FeatureSample], target: TargetWeights) -> None:
-    drafter, packed = tiny_drafter(head_dim=8), pack(samples)
-    expected = sums_of(drafter, target, packed)
-    expected_gradients = gradients(drafter, expected.loss)
-    drafter.cuda()
-    sums = sums_of(drafter, target.to("cuda", torch.float32), packed.to("cuda"))
-    for name in ("loss", "step_loss", "num_counted", "num_top1", "acceptance"):
-        torch.testing.assert_close(getattr(sums, name).cpu(), getattr(expected, name), rtol=1e-5, atol=1e-5)
-    for name, gradient in gradients(drafter, sums.loss).items():
-        torch.testing.assert_close(gradient.cpu(), expected_gradients[name], rtol=1e-4, atol=1e-4, msg=name)
-
-
-def test_no_tensor_of_tokens_by_vocabulary(
-    make_sample: Callable[..., FeatureSample], target: TargetWeights, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither (S, V), nor (S, W), nor (T, T), whatever the number of tokens."""
-    monkeypatch.setattr("eagle3.draft.head.CHUNK_ELEMENTS", {"cpu": 1024})
-    num_tokens = 1200
-    sample = make_sample("long", [0] + [1] * (num_tokens - 1), hidden_size=16, vocab_size=40)
-    sample = replace(sample, target_logz=torch.full((num_tokens - 1,), 5.0))
-    drafter = tiny_drafter(draft_vocab_size=40, head_dim=4, intermediate_size=8)
-    with _LargestRows(40) as seen:
-        sums_of(drafter, target, pack([sample])).loss.backward()
-    assert 0 < seen.rows <= 40, seen.rows  # the (W, D) and (V, D) tables have 40 rows themselves
-
-
-class _LargestRows(TorchDispatchMode):
-    """Notes the most rows of any tensor whose last dimension is the vocabulary."""
-
-    def __init__(self, vocab_size: int) -> None:
-        super().__init__()
-        self.vocab_size, self.rows = vocab_size, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for value in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] == self.vocab_size:
-                self.rows = max(self.rows, value.shape[0])
-        return result

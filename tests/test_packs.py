@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import random_sample
-from test_store import MANIFEST
+from tiny_stores import MANIFEST
 
 from eagle3.config import UserError
 from eagle3.draft.ttt import PackedSequences, pack

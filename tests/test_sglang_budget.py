@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import write_tiny_target
 from sglang_servers import server_config
-from test_extraction import write_prompts
+from tiny_extractions import write_prompts
 
 from eagle3.capture.extraction import run_extraction
 from eagle3.config import ExtractConfig, PromptsConfig, RegenerateConfig, StoreConfig, TargetConfig

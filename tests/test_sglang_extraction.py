@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import write_tiny_target
 from sglang_servers import server_config
-from test_extraction import contents, make_config, prompt_rows, run_command_line, write_prompts
+from tiny_extractions import contents, make_config, prompt_rows, run_command_line, write_prompts
 
 from eagle3.capture.asking import prefill_body
 from eagle3.capture.client import SGLangEngine

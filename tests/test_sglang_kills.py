@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import REPOSITORY
 from sglang_servers import server_config
-from test_extraction import contents, prompt_rows, write_prompts
+from tiny_extractions import contents, prompt_rows, write_prompts
 
 from eagle3.capture.client import SGLangEngine
 from eagle3.capture.server import capturing_servers

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_store import MANIFEST, assert_same, make_sample, write_store
+from tiny_stores import MANIFEST, assert_same, make_sample, write_store
 
 from eagle3.config import UserError
 from eagle3.features import writer as writer_module
@@ -34,7 +34,7 @@ from eagle3.config import UserError
 from eagle3.features import index, shard, writer as writers
 from eagle3.features.index import verify_store
 from eagle3.features.store import FeatureStore
-from test_store import MANIFEST, assert_same, make_sample
+from tiny_stores import MANIFEST, assert_same, make_sample
 
 make_sample = functools.cache(make_sample)
 

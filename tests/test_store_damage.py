@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from test_packs import bf16_samples, write_samples
-from test_store import HIDDEN, MANIFEST, VOCAB, assert_same, make_sample, write_store
+from tiny_stores import HIDDEN, MANIFEST, VOCAB, assert_same, make_sample, write_store
 
 from eagle3.config import UserError
 from eagle3.features.index import verify_store

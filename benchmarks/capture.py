@@ -41,6 +41,7 @@ FLAGS: dict[str, Any] = {
     "load-format": "dummy",  # random weights: speed does not depend on them
     "skip-tokenizer-init": True,
     "mem-fraction-static": 0.4,
+    "sleep-on-idle": True,  # else the server whose turn it is not keeps a core busy
     "max-total-tokens": 300_000,  # so that the servers' memory does not depend on what the other has taken
 }
 SMOLLM2 = {

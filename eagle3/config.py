@@ -154,11 +154,11 @@ class ObjectiveConfig:
     # cross_entropy: soft, against the target; kl: the same less the target's entropy; tv: 1 - acceptance, which hardly
     # moves where acceptance is low; lk: from kl to tv as a row's acceptance grows
     loss: Literal["cross_entropy", "kl", "tv", "lk"] = "cross_entropy"
-    ttt_steps: int = 7  # K: draft steps unrolled in training
+    ttt_steps: int = 7  # K: draft steps unrolled in training, at most 64
     ttt_decay: float = 0.8  # step k weighs ttt_decay ** k
     renormalise: bool = True  # true: target softmax over the W draft tokens; false: exp(z - logZ over V)
     count: Literal["step0", "per_step"] = "step0"  # divide every step by N0, or each by its own count
-    drop_rejected: bool = False  # a row leaves after the first step whose choice is not the recorded token
+    drop_rejected: bool = False  # a row leaves after its first choice that is not the recorded token; with count=step0
 
 
 @dataclass(frozen=True)

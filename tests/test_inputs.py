@@ -113,7 +113,9 @@ def test_numbers_that_no_run_survives_are_named_all_at_once(base: TrainConfig) -
     wrong = dataclasses.replace(
         with_data(base, seed=-1, max_tokens=0),
         draft=dataclasses.replace(base.draft, intermediate_size=0, num_attention_heads=-4, head_dim=7),
-        objective=dataclasses.replace(base.objective, ttt_decay=math.inf),
+        objective=dataclasses.replace(
+            base.objective, ttt_decay=math.inf, ttt_steps=65, count="per_step", drop_rejected=True
+        ),
         optimizer=dataclasses.replace(base.optimizer, learning_rate=math.inf, weight_decay=-1.0),
         run=dataclasses.replace(base.run, seed=10**30, timeout=math.inf),
     )
@@ -123,9 +125,11 @@ def test_numbers_that_no_run_survives_are_named_all_at_once(base: TrainConfig) -
         "  data.max_tokens must be at least 1, got 0",
         "  draft.intermediate_size must be at least 1, got 0",
         "  draft.num_attention_heads must be at least 1, got -4",
+        "  objective.ttt_steps must be at most 64, got 65",
+        "  objective.ttt_decay must be at most 1, got inf",
         "  optimizer.learning_rate must be at most 1000, got inf",
         "  run.timeout must be at most 1e+06, got inf",
-        "  objective.ttt_decay must be finite, got inf",
+        "  objective.count must be step0 with objective.drop_rejected=true, got 'per_step'",
         "  optimizer.weight_decay must be 0 or more, got -1.0",
         "  data.seed must be from 0 to 4294967296, got -1",
         f"  run.seed must be from 0 to 4294967296, got {10**30}",

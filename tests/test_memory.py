@@ -294,3 +294,10 @@ def test_the_docs_say_what_the_targets_head_takes() -> None:
     )
     assert said is not None
     assert said.groups() == (f"{total / 2**30:.1f}", f"{(total - scoring) / 2**30:.1f}")
+
+
+def test_the_docs_say_what_a_save_of_the_largest_head_takes() -> None:
+    docs = (Path(__file__).parent.parent / "docs/TRAINING.md").read_text(encoding="utf-8")
+    number = _num_parameters(D7168_FULL).total
+    # Master and two moments in fp32, and an average of the weights.
+    assert f"{number / 1e9:.2f} B\nparameters {12 * number / 1e9:.0f} GB each ({16 * number / 1e9:.0f} GB with" in docs

@@ -21,10 +21,14 @@ def test_the_first_ctrl_c_is_noted_and_the_second_interrupts() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_time_that_is_up_asks_to_stop() -> None:
-    assert StopSignal(stop_after=1e-9).requested
-    assert StopSignal(stop_after=1e-9).reason == "run.stop_after=1e-09 minutes"
+def test_time_that_is_up_asks_to_stop_once_there_are_steps() -> None:
+    late = StopSignal(stop_after=1e-9)
+    assert not late.requested
+    late.step_begins()
+    assert late.requested
+    assert late.reason == "run.stop_after=1e-09 minutes"
     waiting = StopSignal(stop_after=60.0)
+    waiting.step_begins()
     assert not waiting.requested
     assert waiting.reason == "another rank was asked to stop"
     assert not StopSignal().requested

@@ -119,6 +119,12 @@ def impose_taus(monkeypatch: pytest.MonkeyPatch, values: list[float]) -> None:
     monkeypatch.setattr(trainer, "validate", validate_as_told)
 
 
+def validate_when_stopped(*arguments: Any, **settings: Any) -> Validation | None:
+    """Stands for a validation that SIGTERM comes before."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    return validate(*arguments, **settings)
+
+
 def launch(
     command: list[str], config: TrainConfig, directory: Path, *arguments: str
 ) -> subprocess.CompletedProcess[str]:
@@ -204,11 +210,15 @@ def test_other_maths_are_not_resumed(base: TrainConfig, undisturbed: Path) -> No
         train(with_run(changed, resume=str(undisturbed)))
 
 
-def test_a_run_without_a_checkpoint_is_begun_anew_beside_it(base: TrainConfig, tmp_path: Path) -> None:
+def test_a_run_without_a_checkpoint_is_begun_anew_beside_it(
+    base: TrainConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = with_run(base, dir=str(tmp_path / "run"), max_steps=1)
     first = train(config)
     shutil.rmtree(first / "step-000001")
-    assert train(with_run(config, resume="auto")) == tmp_path / "run-2"
+    with caplog.at_level(logging.INFO):
+        assert train(with_run(config, resume="auto")) == tmp_path / "run-2"
+    assert f"new run in {tmp_path / 'run-2'}: {first} has no whole checkpoint to go on from" in caplog.text
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_update(
@@ -388,12 +398,29 @@ def test_a_run_goes_on_after_its_time_was_up(
     assert_same_bits(train(config), undisturbed)
 
 
-def test_a_run_without_time_for_its_first_validation_leaves_no_checkpoint(
-    base: TrainConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_session_takes_a_step_however_little_time_it_has(
+    base: TrainConfig, undisturbed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    config = with_run(base, dir=str(tmp_path / "run"), resume="auto", stop_after=1e-9)
+    for step in range(1, STEPS + 1):
+        run_dir = train(config)
+        newest = newest_checkpoint(run_dir)
+        assert newest is not None
+        assert newest.state.step == step
     with caplog.at_level(logging.INFO):
-        run_dir = train(with_run(base, dir=str(tmp_path / "run"), stop_after=1e-9))
-    assert "stopped (run.stop_after=1e-09 minutes) before the first step" in caplog.text
+        train(config)  # the last step's validation
+    assert "held-out tau" in caplog.text
+    assert [line["step"] for line in metrics_of(run_dir)] == [0, 1, 2, 3, 3, 4, 5, 6, 6]
+    assert_same_bits(run_dir, undisturbed)
+
+
+def test_a_run_that_is_stopped_in_its_first_validation_leaves_no_checkpoint(
+    base: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(trainer, "validate", validate_when_stopped)
+    with caplog.at_level(logging.INFO):
+        run_dir = train(with_run(base, dir=str(tmp_path / "run")))
+    assert "stopped (SIGTERM) before the first step" in caplog.text
     assert not list(run_dir.glob("step-*"))
     assert not (run_dir / "metrics.jsonl").read_text()
 
@@ -457,7 +484,8 @@ def test_a_run_stopped_in_a_validation_keeps_the_checkpoint_it_began_with(
     record = json.loads((run_dir / "step-000003" / "state.json").read_text())
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints, "save_file", fail)
-        train(with_run(config, resume="auto", stop_after=1e-9))
+        patch.setattr(trainer, "validate", validate_when_stopped)
+        train(with_run(config, resume="auto"))
     assert newest_checkpoint(run_dir) == state
     assert json.loads((run_dir / "step-000003" / "state.json").read_text()) == record
     assert_same_bits(train(with_run(config, resume="auto")), undisturbed)

@@ -17,7 +17,8 @@ class StopSignal:
     """Notes SIGTERM and Ctrl-C instead of dying of them, for the length of a `with` block, and when time is up.
 
     A second Ctrl-C interrupts at once. A first one that did would be lost in code that takes it for its own error, as
-    safetensors' does.
+    safetensors' does. No time is up before the first step: a run that spent it on what comes before, a validation
+    perhaps, would do so each time that it is resumed.
     """
 
     def __init__(self, stop_after: float | None = None) -> None:
@@ -25,11 +26,17 @@ class StopSignal:
         self._deadline = None if stop_after is None else time.monotonic() + 60 * stop_after
         self._limit = stop_after
         self._signal: int | None = None
+        self._takes_steps = False
+
+    def step_begins(self) -> None:
+        """Notes that this session takes a step: from now on its time can be up."""
+        self._takes_steps = True
 
     @property
     def requested(self) -> bool:
         """True once the run should end."""
-        return self._signal is not None or (self._deadline is not None and time.monotonic() >= self._deadline)
+        is_late = self._takes_steps and self._deadline is not None and time.monotonic() >= self._deadline
+        return self._signal is not None or is_late
 
     @property
     def reason(self) -> str:

@@ -183,6 +183,7 @@ def take_steps(run: Run, state: TrainState, session: Session) -> TrainState:
                 with log.data_clock():
                     batch = next(loaded)
                 session.watch.at("begin", state.step + 1)
+                session.stop.step_begins()
                 learning_rate = learning_rate_at(state.step + 1, run.num_steps, config.optimizer)
                 result = step_or_keep(run, state, batch, learning_rate, stop_requested=session.stop.requested)
             state = dataclasses.replace(state, step=state.step + 1, position=batch.next_position)
@@ -270,13 +271,11 @@ def begin_or_resume(config: TrainConfig, inputs: Inputs, engine: Engine) -> tupl
     world = engine.world
     state = initial_state(config, inputs.store)
     check_same("the store's digest", state.store_digest)
-    checkpoint = None
+    old_dir = checkpoint = None
     with ending_together():
         if world.is_main:
             old_dir = run_dir_to_resume(config.run)
             checkpoint = None if old_dir is None else newest_checkpoint(old_dir)
-            if old_dir is not None and checkpoint is None:
-                logger.info("%s has no whole checkpoint to resume; starting anew", old_dir)
     checkpoint = from_main(checkpoint)
     if checkpoint is not None:
         check_same_run(checkpoint, state)
@@ -290,7 +289,8 @@ def begin_or_resume(config: TrainConfig, inputs: Inputs, engine: Engine) -> tupl
             if world.is_main:
                 run_dir = new_run_dir(run_dir)
         run_dir = from_main(run_dir)
-        logger.info("new run in %s", run_dir)
+        reason = "" if old_dir is None else f": {old_dir} has no whole checkpoint to go on from"
+        logger.info("new run in %s%s", run_dir, reason)
     with ending_together():
         if world.is_main:
             identity = identify(

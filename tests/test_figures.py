@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -23,6 +24,8 @@ ATTENTION = "benchmarks/results/attention.json"
 PROMPTS = "benchmarks/results/prompts.json"
 COMPARE = "benchmarks/results/compare.json"
 SERVED = "benchmarks/results/served.json"
+SERVED_7 = "benchmarks/results/served_7.json"
+WRITER = "benchmarks/results/writer.json"
 SIMULATE = "benchmarks/results/simulate.json"
 
 
@@ -279,13 +282,58 @@ def test_served_and_simulated_figures_are_those_of_the_json() -> None:
                     if (row["set"], row["temperature"], row["speculation"]) == (name, cell["temperature"], "3")
                 ]
                 assert row["served"]["tau"] == counted["tau"], name
-    log, simulated = result["server_log"], {
-        (row["speculation"], f"{row['temperature']:g}"): row["simulated"]["tau_without_prefill"]
-        for row in result["simulated"]["rows"]
-        if row["set"] == "all"
-    }  # fmt: skip
-    assert f"{log['7']['0']:.3f} tokens a round at T = 0 and {log['7']['1']:.3f} at T = 1" in text
-    assert f"questions give {simulated['7', '0']:.3f} and {simulated['7', '1']:.3f}." in text
+
+
+def chain_7_lines(result: dict[str, Any]) -> list[str]:
+    """Returns the lines of docs/EXPERIMENTS.md on chains of 7: acceptance counted and simulated, then speed."""
+    lines = []
+    for cell in result["cells"]:
+        if cell["simulated"] is not None:
+            pairs = {"all": (cell["acceptance"], cell["simulated"])}
+            pairs |= {name: (cell["by_set"][name], tau) for name, tau in cell["simulated_by_set"].items()}
+            lines += [
+                f"| {name} | {cell['temperature']:g} | {served['num_tokens']:,} | {served['tau']:.4f} "
+                f"| {simulated['tau']:.4f} | {simulated['tau'] / served['tau'] - 1:+.2%} |"
+                for name, (served, simulated) in pairs.items()
+            ]
+    plain = {(c["concurrency"], c["temperature"]): c for c in result["cells"] if c["server"] == "plain"}
+    for cell in result["cells"]:
+        if cell["server"] == "7":
+            alone = plain[cell["concurrency"], cell["temperature"]]
+            lines.append(
+                f"| {cell['concurrency']} | {cell['temperature']:g} | {alone['tokens_per_second']:,.0f} "
+                f"| {cell['tokens_per_second']:,.0f} | {cell['speed_up']:.2f} | {alone['latency_mean']:.2f} "
+                f"| {cell['latency_mean']:.2f} |"
+            )
+    return lines
+
+
+def test_figures_of_chains_of_7_are_those_of_the_json() -> None:
+    result = json.loads((ROOT / SERVED_7).read_text(encoding="utf-8"))
+    text = (ROOT / "docs/EXPERIMENTS.md").read_text(encoding="utf-8")
+    assert SERVED_7 in text
+    assert SERVED_7 in readme()
+    assert f"commit {result['commit'][:7]}" in text
+    lines = chain_7_lines(result)
+    assert len(lines) == 2 * (5 + 1) + 2 * 4
+    for line in lines:
+        assert line in text, f"docs/EXPERIMENTS.md must have the line {line!r}"
+    for cell in result["cells"]:
+        for name, simulated in (cell["simulated_by_set"] or {}).items():
+            assert abs(simulated["tau"] / cell["by_set"][name]["tau"] - 1) < 0.003, (name, cell["temperature"])
+    (agreement,) = result["agreements"]
+    assert f"{agreement['num_equal']} of {agreement['num_answers']} answers" in text
+
+
+def test_what_an_fsync_per_shard_costs_is_what_the_json_says() -> None:
+    result = json.loads((ROOT / WRITER).read_text(encoding="utf-8"))
+    text = (ROOT / "docs/EXPERIMENTS.md").read_text(encoding="utf-8")
+    assert WRITER in text
+    assert f"commit {result['commit'][:7]}" in text
+    writer = result["writer"]
+    shares = [once / each - 1 for each, once in zip(*writer["seconds"].values(), strict=True)]
+    assert f"{-median(shares):.0%} of its throughput".replace("%", " %") in text
+    assert 1 - writer["share_of_synced_once"] == pytest.approx(-median(shares))
 
 
 def test_the_simulators_speed_is_that_of_the_json() -> None:
@@ -294,4 +342,4 @@ def test_the_simulators_speed_is_that_of_the_json() -> None:
     assert SIMULATE in text
     for row in result["rows"]:
         assert f"| {row['setting']} | {row['seconds']:.2f} | {row['tokens_per_second']:,.0f} |" in text
-    assert f"{result['rows'][0]['tokens_per_second'] / 1e6:.2f} M tokens/s" in readme()
+    assert f"{result['rows'][0]['tokens_per_second'] / 1e6:.1f} M tokens/s" in readme()

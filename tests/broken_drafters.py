@@ -24,10 +24,9 @@ def write_as_others_do(source: Path, directory: Path, **changes: Any) -> Path:
     short = {key: config[key] for key in kept} | {"model_type": "llama", "num_hidden_layers": 1}
     short |= {"tie_word_embeddings": False, "eagle_config": {"eagle_aux_hidden_state_layer_ids": IDS}}
     (directory / "config.json").write_text(json.dumps(short | changes))
-    save_file(
-        {name.replace("midlayer", "layers.0"): tensor for name, tensor in weights.items() if name != "t2d"},
-        directory / "model.safetensors",
-    )
+    others = {name.replace("midlayer", "layers.0"): tensor for name, tensor in weights.items() if name != "t2d"}
+    others.setdefault("d2t", torch.zeros(config["draft_vocab_size"], dtype=torch.int64))  # we leave a plain one out
+    save_file(others, directory / "model.safetensors")
     return directory
 
 

@@ -60,7 +60,7 @@ OTHER_SPELLINGS = {
 
 
 def tensor_names(config: DrafterConfig) -> list[str]:
-    """Returns the names in model.safetensors, all of them."""
+    """Returns the names in model.safetensors, all of them; a drafter of the whole vocabulary needs no maps."""
     fc_norms = [f"fc_norm.{index}.weight" for index in range(config.num_aux)] if config.fc_norm else []
     return [*WEIGHT_NAMES, *fc_norms, "d2t", "t2d"]
 
@@ -92,6 +92,9 @@ def export_drafter(
         name: (state[name].to(dtype) if state[name].is_floating_point() else state[name]).cpu().contiguous()
         for name in tensor_names(drafter.config)
     }
+    if drafter.config.draft_vocab_size == drafter.config.vocab_size and not bool(state["d2t"].any()):
+        # Each draft token is itself: vLLM has no parameter for such a map then, and refuses the file (0.32.0).
+        del tensors["d2t"], tensors["t2d"]
     if directory.exists() and (strangers := sorted({file.name for file in directory.iterdir()} - set(FILE_NAMES))):
         raise UserError(
             f"a drafter's directory must hold nothing but {', '.join(FILE_NAMES)}, got {strangers} ({directory}); "

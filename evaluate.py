@@ -8,7 +8,7 @@ from eagle3.evaluation.run import evaluate
 
 def main() -> None:
     parser = command_parser("Measures a drafter's acceptance length and speed.", "default.yaml")
-    parser.add_argument("--server", metavar="URL", help="a running SGLang server with the drafter on")
+    parser.add_argument("--server", metavar="URL", help="a running SGLang or vLLM server with the drafter on")
     arguments = parse_arguments(parser)
     overrides = arguments.overrides
     if arguments.server is not None:

@@ -235,7 +235,7 @@ class EvaluateConfig:
 
     drafter: str | None = None  # a directory in SGLang's format; with `server`, null reads the server's own counters
     target: TargetConfig | None = None  # required unless `server` is set
-    server: str | None = None  # URL of an SGLang server with the drafter on; null: the target runs in this process
+    server: str | None = None  # URL of an SGLang or vLLM server with the drafter on; null: the target runs here
     serve: ServeConfig | None = None  # start servers instead, and measure speed with and without the drafter
     prompts: PromptsConfig = field(default_factory=PromptsConfig)
     held_out_share: float | None = None  # only prompts whose id hashes below it, as in training; null: all

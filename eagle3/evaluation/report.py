@@ -109,8 +109,8 @@ class Report:
                 )
         if self.server is not None:
             lines.append(
-                f"SGLang {self.server.version} at {self.server.url}: {self.tokens_per_second_served:.1f} tokens/s over "
-                f"all requests."
+                f"{self.server.engine} {self.server.version} at {self.server.url}: "
+                f"{self.tokens_per_second_served:.1f} tokens/s over all requests."
             )
         for line in [*lines, *(f"Warning: {finding}." for finding in self.findings)]:
             console.print(line, highlight=False, markup=False)

@@ -32,6 +32,8 @@ from eagle3.evaluation.served import (
 from eagle3.evaluation.serving import check_serve, evaluate_serving
 from eagle3.evaluation.simulate import open_store, simulate_store
 from eagle3.evaluation.turns import ask_all, asked, select_conversations
+from eagle3.evaluation.vllm import VLLMClient, is_vllm
+from eagle3.evaluation.vllm import findings as vllm_findings
 from eagle3.files import write_whole
 from eagle3.prompts.rendering import make_renderer
 from eagle3.prompts.tokenizers import end_token_ids, load_tokenizer
@@ -168,13 +170,19 @@ def _show_results(board: Board, report: Report) -> None:
 
 
 def evaluate_served(config: EvaluateConfig) -> Report:
-    """Sends the prompts to a server and reads its counters.
+    """Sends the prompts to a server, SGLang's or vLLM's, and reads its counters.
 
     Raises:
         UserError: the server cannot be reached, stops, or has speculation off; or prompts or store do not fit.
     """
     assert config.server is not None, "the caller checks that a server is named"
-    client = SGLangClient(config.server, config.max_new_tokens)
+    runs_vllm = is_vllm(config.server)
+    if runs_vllm and config.explain:
+        raise UserError(
+            f"explain must be false with a vLLM server, got true ({config.server}); the doctor asks SGLang alone: run "
+            f"`python -m eagle3 doctor DRAFTER --target TARGET` beside it"
+        )
+    client = (VLLMClient if runs_vllm else SGLangClient)(config.server, config.max_new_tokens)
     facts = client.facts()
     check_counters(facts)
     conversations = select_conversations(config)
@@ -206,7 +214,7 @@ def evaluate_served(config: EvaluateConfig) -> Report:
         simulated_store=simulated_store,
         tokens_per_second_served=sum(answer.num_tokens for answer in answers) / stopwatch.seconds["serve"],
         server=facts,
-        findings=findings(answers, facts),
+        findings=vllm_findings(answers) if runs_vllm else findings(answers, facts),
         seconds=stopwatch.seconds,
     )
 

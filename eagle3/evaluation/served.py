@@ -59,6 +59,7 @@ class ServerFacts:
     version: str
     tokenizer_path: str
     flags: dict[str, Any]  # RECORDED_FLAGS, and all whose names begin with speculative_
+    engine: str = "SGLang"
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class SGLangClient:
                 ) from None
             if response.ok:
                 break
-        info = _json_object(response)
+        info = json_object(response)
         if not response.ok or not all(isinstance(info.get(name), str) for name in ("version", "model_path")):
             raise UserError(
                 f"--server must be the URL of an SGLang server, got {response.status_code} from {self.url + endpoint} "
@@ -144,26 +145,7 @@ class SGLangClient:
         Raises:
             UserError: a request fails, or an answer that must have taken verify rounds reports none.
         """
-        answered: list[ServedAnswer] = []
-
-        def ask(prompt_ids: list[int]) -> ServedAnswer:
-            try:
-                answer = self._generate(prompt_ids)
-            except requests.RequestException as error:
-                raise UserError(
-                    f"the server must answer every prompt, got {type(error).__name__} from {self.url} after "
-                    f"{len(answered)} of {len(prompts)} answers; see the server's log, start it again and repeat"
-                ) from None
-            answered.append(answer)
-            on_answer(answer)
-            return answer
-
-        with ThreadPoolExecutor(max_workers=concurrency) as pool:
-            try:
-                return list(pool.map(ask, prompts))
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        return answer_all(self._generate, self.url, prompts, concurrency, on_answer)
 
     def _generate(self, prompt_ids: list[int]) -> ServedAnswer:
         body: dict[str, Any] = {"input_ids": prompt_ids, "sampling_params": self._sampling}
@@ -177,8 +159,42 @@ class SGLangClient:
                 f"the server must answer every prompt, got status {response.status_code} from {self.url}: "
                 f"{response.text[:300]!r} for a prompt of {len(prompt_ids)} tokens"
             )
-        answer = _read_answer(_json_object(response), self.url, is_speculative=self._is_speculative)
+        answer = _read_answer(json_object(response), self.url, is_speculative=self._is_speculative)
         return replace(answer, seconds=seconds)
+
+
+def answer_all(
+    generate: Callable[[list[int]], ServedAnswer],
+    url: str,
+    prompts: list[list[int]],
+    concurrency: int,
+    on_answer: Callable[[ServedAnswer], None],
+) -> list[ServedAnswer]:
+    """Returns what `generate` makes of each prompt, in their order, with at most `concurrency` of them at a time.
+
+    Raises:
+        UserError: a request fails.
+    """
+    answered: list[ServedAnswer] = []
+
+    def ask(prompt_ids: list[int]) -> ServedAnswer:
+        try:
+            answer = generate(prompt_ids)
+        except requests.RequestException as error:
+            raise UserError(
+                f"the server must answer every prompt, got {type(error).__name__} from {url} after "
+                f"{len(answered)} of {len(prompts)} answers; see the server's log, start it again and repeat"
+            ) from None
+        answered.append(answer)
+        on_answer(answer)
+        return answer
+
+    with ThreadPoolExecutor(max_workers=concurrency) as pool:
+        try:
+            return list(pool.map(ask, prompts))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def served_rounds(sample_ids: list[str], answers: list[ServedAnswer], num_draft_tokens: int) -> list[AnswerRounds]:
@@ -281,7 +297,8 @@ def _read_answer(body: dict[str, Any], url: str, *, is_speculative: bool) -> Ser
     return ServedAnswer(token_ids, num_tokens, int(meta.get("spec_verify_ct", 0)), [int(count) for count in histogram])
 
 
-def _json_object(response: requests.Response) -> dict[str, Any]:
+def json_object(response: requests.Response) -> dict[str, Any]:
+    """Returns the object that a server answered with; {} where it is none."""
     try:
         body = response.json()
     except requests.JSONDecodeError:

@@ -14,7 +14,7 @@ from tiny_stores import MANIFEST, contents
 
 from eagle3.__main__ import main as dispatch
 from eagle3.config import UserError
-from eagle3.features import commands
+from eagle3.features import progress
 from eagle3.features.codec import decode, encode
 from eagle3.features.commands import main
 from eagle3.features.manifest import Manifest
@@ -327,7 +327,7 @@ def test_arguments_that_mean_nothing_are_refused(
 def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commands, "LOG_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "LOG_SECONDS", 0.0)
     with caplog.at_level("INFO"):
         run("convert", write_numbers(tmp_path / "source", range(2)), tmp_path / "out", "--codec", "fp8")
     assert [record.getMessage() for record in caplog.records] == ["writing: 44.4 %", "writing: 100.0 %"]

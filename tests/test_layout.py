@@ -33,7 +33,8 @@ ALLOWED_MODULES = {
     "capture.importing": {"draft.target_weights"},
     "capture.inprocess": {"draft.target_weights"},
     "evaluation.simulate": {"training.packs", "training.prefetch"},
-    "features.commands": {"capture.foreign", "capture.importing"},
+    "features.commands": {"capture.importing"},
+    "features.making": {"capture.foreign", "capture.importing"},
     "training.inputs": {"prompts.tokenizers"},
 }
 SPOKEN_EVERYWHERE = {"config", "config_file", "cli", "files"}

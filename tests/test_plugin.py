@@ -17,17 +17,15 @@ from torch import Tensor, nn
 
 from eagle3.capture import plugin
 from eagle3.capture.handover import Handover
-from eagle3.capture.plugin import (
+from eagle3.capture.plugin import Recorder, find_parts, register
+from eagle3.capture.recordable import (
     CaptureError,
     EngineSettings,
-    Recorder,
     capture_boundaries,
     capturing_model,
     check_engine,
-    find_parts,
     parse_boundaries,
     parse_codec,
-    register,
 )
 from eagle3.capture.staging import DIRECTORY_VARIABLE, Part, request_id, sample_path
 from eagle3.capture.staging_area import read_sample

@@ -10,6 +10,7 @@ from rich.console import Console
 from eagle3.capture.selection import select_rows
 from eagle3.config import InspectConfig, PromptsConfig, RegenerateConfig, TargetConfig, UserError
 from eagle3.evaluation import prompt_report
+from eagle3.evaluation.shown_rows import show_row, shown_row
 from eagle3.prompts.conversations import Conversation
 from eagle3.prompts.rendering import ChatRenderer
 from eagle3.prompts.tokenizers import load_tokenizer
@@ -60,7 +61,7 @@ def test_what_is_supervised_is_green(tiny_target: Path) -> None:
     console = Console(record=True, width=200, force_terminal=True, color_system="standard", markup=False)
     renderer = ChatRenderer(load_tokenizer(str(tiny_target), False), {})
     row = Conversation(id="a", messages=tuple(talk("Why?", "So [b]it[/b] is.")["messages"]), line=7)
-    prompt_report.show_row(console, prompt_report.shown_row(row, renderer))
+    show_row(console, shown_row(row, renderer))
     shown = console.export_text(styles=True, clear=False)
     assert "line 7, id a" in console.export_text()
     assert "\x1b[32mSo [b]it[/b] is.<|im_end|>\x1b[0m" in shown
@@ -113,7 +114,7 @@ def test_without_a_target_lengths_are_in_characters(capsys: pytest.CaptureFixtur
 def test_a_long_row_is_shown_by_its_ends() -> None:
     console = Console(record=True, width=200, markup=False)
     row = Conversation(id="a", messages=tuple(talk("Why " + "x" * 5000, "Because.")["messages"]), line=1)
-    prompt_report.show_row(console, prompt_report.shown_row(row, None))
+    show_row(console, shown_row(row, None))
     shown = console.export_text()
     assert "[...]" in shown
     assert "Because." in shown

@@ -10,6 +10,7 @@ from tiny_extractions import contents, make_config
 
 from eagle3.capture import pipeline
 from eagle3.capture.extraction import run_extraction
+from eagle3.capture.faults import find_coded_fault, find_fault
 from eagle3.config import UserError
 from eagle3.features.codec import Codec, encode
 from eagle3.features.record import FeatureSample
@@ -17,15 +18,14 @@ from eagle3.features.stored import join_columns
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, sample_ids: set[str]) -> None:
-    def find_fault(sample: FeatureSample) -> str | None:
+    def find_in_poisoned(sample: FeatureSample) -> str | None:
         aux = sample.aux_hidden_states.clone()
         if sample.sample_id in sample_ids:
             aux[3, 5] = float("nan")
             aux[4, 0] = float("inf")
-        return whole(replace(sample, aux_hidden_states=aux))
+        return find_fault(replace(sample, aux_hidden_states=aux))
 
-    whole = pipeline.find_fault
-    monkeypatch.setattr(pipeline, "find_fault", find_fault)
+    monkeypatch.setattr(pipeline, "find_fault", find_in_poisoned)
 
 
 def test_a_quarantine_line_that_a_kill_cut_short_is_written_again(
@@ -72,8 +72,8 @@ def test_states_that_are_not_finite_are_seen_when_they_are_coded(codec: Codec, p
         sample = FeatureSample("x", ids, mask, last_rows=rows, **whole)
         aux, last = (encode(whole[f"{each}_hidden_states"], 64, codec) for each in ("aux", "last"))
         stored = join_columns("x", {"input_ids": ids, "last_rows": rows, "loss_mask": mask}, aux=aux, last=last)
-        assert pipeline.find_coded_fault(stored) == pipeline.find_fault(sample)
-        assert (pipeline.find_fault(sample) is None) == (places == [])
+        assert find_coded_fault(stored) == find_fault(sample)
+        assert (find_fault(sample) is None) == (places == [])
 
 
 def test_too_many_of_them_fail_the_run(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import pytest
 from tiny_stores import MANIFEST, assert_same, make_sample, write_store
 
 from eagle3.config import UserError
-from eagle3.features import writer as writer_module
+from eagle3.features import claim
 from eagle3.features.index import verify_store
 from eagle3.features.store import FeatureStore
 from eagle3.features.writer import FeatureWriter
@@ -216,7 +216,7 @@ def test_a_store_is_not_opened_for_writing_on_a_full_disk(tmp_path: Path, monkey
 
     write_store(tmp_path, range(6))
     with monkeypatch.context() as patch:
-        patch.setattr(writer_module, "write_index", fail)
+        patch.setattr(claim, "write_index", fail)
         with pytest.raises(
             UserError, match=r"the disk must take the index of the store, got \[Errno 28\] No space left"
         ):

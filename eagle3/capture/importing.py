@@ -15,10 +15,10 @@ import torch.nn.functional as F
 import xxhash
 
 from eagle3.capture.engine import Captured
+from eagle3.capture.faults import find_fault
 from eagle3.capture.foreign import SUFFIXES, Foreign, find_files, id_of, kind_of, read_foreign
 from eagle3.capture.inprocess import TransformersEngine
 from eagle3.capture.parity import GATE_SAMPLES, GATE_TOKENS, ParityError, ParityReport, check_parity
-from eagle3.capture.pipeline import find_fault
 from eagle3.config import TargetConfig, UserError
 from eagle3.draft.target_weights import (
     TargetWeights,

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from eagle3.capture.plugin import version_numbers
+from eagle3.capture.recordable import version_numbers
 from eagle3.config import UserError
 
 logger = logging.getLogger(__name__)

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eagle3.capture.answers import AnswerLog
 from eagle3.capture.engine import Captured, CodedCapture, Engine, SetAside
+from eagle3.capture.faults import find_coded_fault, find_fault
 from eagle3.capture.generation import Generation
 from eagle3.capture.interrupts import Interrupts
 from eagle3.capture.parity import GATE_SAMPLES, check_parity
@@ -27,7 +28,7 @@ from eagle3.capture.selection import Row
 from eagle3.config import ExtractConfig, UserError
 from eagle3.features.index import write_atomically
 from eagle3.features.record import FeatureSample, supervised_rows
-from eagle3.features.stored import OPTIONAL_COLUMNS, ColumnKind, StoredSample, coded_states, column_kinds, join_columns
+from eagle3.features.stored import OPTIONAL_COLUMNS, ColumnKind, StoredSample, column_kinds, join_columns
 from eagle3.features.writer import FeatureWriter
 from eagle3.prompts.conversations import BadRow
 from eagle3.prompts.lengths import render_row
@@ -282,35 +283,6 @@ class Pipeline:
         self._report.num_looped += answered.num_looped
         self._report.num_reencoded += answered.num_reencoded
         self._report.num_turns_dropped += answered.num_turns_dropped
-
-
-def find_fault(sample: FeatureSample) -> str | None:
-    """Says what keeps a sample out of the store: values that are not finite."""
-    for name, states, rows in (
-        ("aux_hidden_states", sample.aux_hidden_states, torch.arange(sample.input_ids.numel())),
-        ("last_hidden_states", sample.last_hidden_states, sample.last_rows),
-    ):
-        is_finite = states.isfinite().all(dim=1)  # (T,) or (R,)
-        if not is_finite.all():
-            return _not_finite(name, rows[~is_finite])
-    return None
-
-
-def find_coded_fault(stored: StoredSample) -> str | None:
-    """Says the same of coded states: what is not finite is among the outliers, or makes a scale like it."""
-    columns = stored.columns
-    for part, rows in (("aux", torch.arange(columns["input_ids"].numel())), ("last", columns["last_rows"])):
-        coded = coded_states(columns, part)
-        assert coded.scales is not None, stored.sample_id
-        assert coded.outliers is not None, stored.sample_id
-        is_finite = coded.scales.isfinite().all(dim=1) & coded.outliers.isfinite().all(dim=1)  # (T,) or (R,)
-        if not is_finite.all():
-            return _not_finite(f"{part}_hidden_states", rows[~is_finite])
-    return None
-
-
-def _not_finite(name: str, rows: Tensor) -> str:
-    return f"{name} must be finite, got {rows.numel()} rows that are not, first at token {int(rows[0])}"
 
 
 def _append_line(path: Path, values: dict[str, Any]) -> None:

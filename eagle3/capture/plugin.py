@@ -7,12 +7,9 @@ names a codec. Layers are boundaries: k is the residual stream that enters layer
 the ids that it is given.
 """
 
-import itertools
 import logging
 import os
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,17 @@ from torch import Tensor
 
 from eagle3.capture.guard import register_guard
 from eagle3.capture.handover import Handover
+from eagle3.capture.recordable import (
+    BOUNDARY_0_VERSION,
+    CaptureError,
+    EngineSettings,
+    capture_boundaries,
+    capturing_model,
+    check_engine,
+    parse_boundaries,
+    parse_codec,
+    version_numbers,
+)
 from eagle3.capture.staging import (
     AUX_NAME,
     BESIDE,
@@ -34,7 +42,7 @@ from eagle3.capture.staging import (
     tokens_of,
     write_json,
 )
-from eagle3.features.codec import LARGEST_CODE, Codec, encode
+from eagle3.features.codec import Codec, encode
 
 logger = logging.getLogger(__name__)
 
@@ -42,27 +50,6 @@ LOAD_MODEL = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 LOGITS_FORWARD = "sglang.srt.layers.logits_processor.LogitsProcessor.forward"
 # In the others a row is a token that was generated, drafted or made up.
 PREFILL_MODES = {"EXTEND", "MIXED", "SPLIT_PREFILL"}
-# Before it, Llama's class fails at the first forward: there is no residual yet before layer 0.
-BOUNDARY_0_VERSION = (0, 5, 22)
-
-
-class CaptureError(RuntimeError):
-    """The server cannot record what it was asked to; raised while a model is loaded or run, it ends the server."""
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """What decides whether this server can be recorded, and by which of its processes."""
-
-    version: str
-    speculation: str | None  # speculative algorithm
-    num_pipeline_stages: int
-    num_context_ranks: int  # that share the tokens of one prompt
-    two_batch_overlap: bool
-    prefill_graphs: bool  # CUDA graphs replay prefills
-    tensor_parallel_rank: int
-    attention_rank: int  # of the ranks that hold the same rows; 0 writes
-    num_attention_ranks: int
 
 
 def register() -> None:
@@ -204,117 +191,12 @@ def engine_settings(server_args: Any) -> EngineSettings:
     )
 
 
-def check_engine(engine: EngineSettings) -> None:
-    """Refuses a server that would record nothing, or not everything.
-
-    Raises:
-        CaptureError: all that is in the way.
-    """
-    problems = []
-    if engine.speculation is not None:
-        problems.append(
-            f"speculation must be off, got {engine.speculation}: with it the engine captures for the drafter that it "
-            f"serves; start the server without --speculative-algorithm"
-        )
-    if engine.num_pipeline_stages > 1:
-        problems.append(
-            f"pipeline parallel size must be 1, got {engine.num_pipeline_stages}: the boundaries lie on several "
-            f"ranks; use --tp-size"
-        )
-    if engine.num_context_ranks > 1:
-        problems.append(
-            f"attention context parallel size must be 1, got {engine.num_context_ranks}: each rank has some of a "
-            f"prompt's tokens; use --tp-size"
-        )
-    if engine.two_batch_overlap:
-        problems.append("two-batch overlap must be off: it bypasses capture; drop --enable-two-batch-overlap")
-    if engine.prefill_graphs:
-        problems.append(
-            "prefill CUDA graphs must be off: Python does not run when they are replayed; add "
-            "--cuda-graph-backend-prefill disabled (--disable-piecewise-cuda-graph before SGLang 0.5.14)"
-        )
-    if problems:
-        raise CaptureError(f"eagle3 cannot record this server (SGLang {engine.version}): " + "; ".join(problems))
-
-
-def capturing_model(model: Any) -> Any:
-    """Returns the model that captures: a multimodal wrapper's language model, else the model itself.
-
-    Raises:
-        CaptureError: its class has no EAGLE-3 capture, or keeps the layers of it where we do not know them.
-    """
-    inner = getattr(model, "language_model", None)  # Kimi-K2.5 delegates to DeepSeek's class so
-    candidate = inner if hasattr(inner, "set_eagle3_layers_to_capture") else model
-    if not hasattr(candidate, "set_eagle3_layers_to_capture"):
-        raise CaptureError(
-            f"the target's class must have set_eagle3_layers_to_capture, got {type(model).__name__}: "
-            f"this version of SGLang cannot capture it, nor serve it with an EAGLE-3 drafter; use one that can"
-        )
-    if not hasattr(getattr(candidate, "model", None), "layers_to_capture"):
-        raise CaptureError(
-            f"the target's class must keep layers_to_capture in its `model`, got {type(candidate).__name__}; "
-            f"add the class to eagle3/capture/plugin.py"
-        )
-    return candidate
-
-
-def version_numbers(version: str) -> tuple[int, ...]:
-    """Returns (0, 5, 12) of `0.5.12.post1`."""
-    numbers = re.match(r"[0-9]+(\.[0-9]+)*", version)
-    assert numbers is not None, version
-    return tuple(int(number) for number in numbers[0].split("."))
-
-
-def parse_boundaries(text: str, *, lowest: int, num_layers: int) -> list[int]:
-    """Reads boundaries such as `3,31,59`.
-
-    Raises:
-        CaptureError: they are not increasing numbers within lowest..num_layers-1.
-    """
-    boundaries = [int(number) for number in text.split(",")] if re.fullmatch(r"[0-9]+(,[0-9]+)*", text) else []
-    increasing = all(low < high for low, high in itertools.pairwise(boundaries))
-    if not boundaries or not increasing or boundaries[0] < lowest or boundaries[-1] >= num_layers:
-        raise CaptureError(
-            f"{LAYERS_VARIABLE} must be boundaries that increase within {lowest}..{num_layers - 1}, such as 3,31,59, "
-            f"got {text!r}; boundary {num_layers}, the last layer's output, cannot be captured, and boundary 0, the "
-            f"embedding, not before SGLang {'.'.join(map(str, BOUNDARY_0_VERSION))}"
-        )
-    return boundaries
-
-
-def parse_codec(text: str) -> Codec | None:
-    """Reads a codec's name; None for none.
-
-    Raises:
-        CaptureError: there is no such codec.
-    """
-    if not text:
-        return None
-    for codec in LARGEST_CODE:
-        if codec == text:
-            return codec
-    raise CaptureError(
-        f"{CODEC_VARIABLE} must be {' or '.join(LARGEST_CODE)}, or empty for states as they are, got {text!r}"
-    )
-
-
 def code_rows(tensors: dict[str, Tensor], codec: Codec) -> dict[str, Tensor]:
     """Codes the states of a forward where they lie; wider numbers first, so that each is aligned in its file."""
     hidden_size = tensors[LAST_NAME].shape[1]
     coded = {name: encode(each, hidden_size, codec) for name, each in tensors.items() if name != "input_ids"}
     beside = {f"{name}.{kind}": getattr(each, kind) for name, each in coded.items() for kind in BESIDE}
     return {"input_ids": tensors["input_ids"], **beside, **{name: each.codes for name, each in coded.items()}}
-
-
-def capture_boundaries(model: Any, boundaries: Sequence[int]) -> None:
-    """Switches a model's capture on, at exactly these boundaries."""
-    # The setter switches capture on and marks layers; most classes add 1 to each id, DeepSeek's since 0.5.13 do not.
-    model.set_eagle3_layers_to_capture([boundary - 1 for boundary in boundaries])
-    model.model.layers_to_capture = list(boundaries)
-    # Qwen's MoE classes and a few others ask each layer instead of the list.
-    if any(getattr(layer, "_is_layer_to_capture", False) for layer in model.model.layers):
-        for k, layer in enumerate(model.model.layers):
-            layer._is_layer_to_capture = k in boundaries
 
 
 def find_parts(batch: Any) -> list[Part]:

@@ -3,28 +3,24 @@
 import argparse
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
-from rich.text import Text
 
 from eagle3.config import InspectConfig, PromptsConfig, UserError
 from eagle3.config_file import load_config
 from eagle3.draft.draft_vocab import build_draft_vocab, coverage_by_domain, draft_vocab_size, tau_ceiling
 from eagle3.draft.target_weights import load_target_config
+from eagle3.evaluation.shown_rows import show_row, usable_rows
 from eagle3.features.record import is_held_out
-from eagle3.prompts.answers import RenderingError
-from eagle3.prompts.conversations import BadRow, Conversation, read_conversations
-from eagle3.prompts.inspection import Findings, RowFacts, calls_of, examine_characters, make_examine
-from eagle3.prompts.lengths import first_prompt_ids, render_row
+from eagle3.prompts.conversations import BadRow, Conversation
+from eagle3.prompts.inspection import Findings, RowFacts, examine_characters, make_examine
 from eagle3.prompts.rendering import ChatRenderer, make_renderer
 from eagle3.prompts.server_rendering import ServerRendering, compare_with_server
 from eagle3.prompts.sources import find_sources, unread_files
@@ -32,7 +28,6 @@ from eagle3.prompts.tokenizers import kept_token_ids, load_tokenizer
 from eagle3.prompts.workers import examine_rows, settings_for
 
 BAR_CHARS = 40
-SHOWN_CHARS = 1200  # of one row
 CEILING_ANSWERS = 500  # in file order: enough for two digits of tau, in a second
 CEILING_DRAFTS = 7
 COVERAGES = (0.95, 0.98, 0.99, 0.995)
@@ -48,14 +43,6 @@ class TokenCounts:
     by_domain: dict[str, np.ndarray] = field(default_factory=dict)  # each (V,) int64
     answers: list[torch.Tensor] = field(default_factory=list)
     num_held_out: int = 0
-
-
-@dataclass(frozen=True)
-class ShownRow:
-    """A row as it is shown: a template that writes the time renders it once."""
-
-    row: Conversation
-    pieces: list[tuple[str, bool]]  # of its text, True where it is supervised
 
 
 def main(argv: Sequence[str]) -> int:
@@ -96,9 +83,9 @@ def main(argv: Sequence[str]) -> int:
         vocab_size = int(load_target_config(Path(config.target.path))["vocab_size"])
         show_draft_vocabulary(console, config, counts, vocab_size, must_keep)
     if renderer is not None and arguments.server is not None:
-        rows = [shown.row for shown in _usable(config.prompts, renderer, SERVER_ROWS)]
+        rows = [shown.row for shown in usable_rows(config.prompts, renderer, SERVER_ROWS)]
         show_server(console, compare_with_server(arguments.server, rows, renderer))
-    for shown in _usable(config.prompts, renderer, arguments.show):
+    for shown in usable_rows(config.prompts, renderer, arguments.show):
         show_row(console, shown)
     return 0 if not findings.dropped else 1
 
@@ -260,65 +247,6 @@ def show_server(console: Console, seen: ServerRendering) -> None:
     console.print(str(seen))
     for line in [*seen.differences, *seen.refused]:
         console.print(f"  {line}")
-
-
-def show_row(console: Console, shown: ShownRow) -> None:
-    """Prints a row, what is supervised of it in green."""
-    row, text = shown.row, Text()
-    for piece, is_supervised in shown.pieces:
-        text.append(piece, style="green" if is_supervised else "dim")
-    if len(text) > SHOWN_CHARS:
-        text = text[: SHOWN_CHARS // 2] + Text(" [...] ", style="red") + text[-SHOWN_CHARS // 2 :]
-    console.rule(f"line {row.line}, id {row.id}", style="dim")
-    console.print(text)
-
-
-def shown_row(row: Conversation, renderer: ChatRenderer | None) -> ShownRow:
-    """Returns a row with its text.
-
-    Raises:
-        RenderingError: it cannot be rendered.
-    """
-    return ShownRow(row, list(_pieces(row, renderer)))
-
-
-def _pieces(row: Conversation, renderer: ChatRenderer | None) -> Iterator[tuple[str, bool]]:
-    is_asked_only = row.messages and not any(message["role"] == "assistant" for message in row.messages)
-    if renderer is None:
-        for message in row.messages:
-            thought = f"({message['reasoning_content']}) " if "reasoning_content" in message else ""
-            text = f"{message['role']}: {thought}{message['content']}{calls_of(message)}\n"
-            yield text, message["role"] == "assistant"
-        yield row.text or "", True
-        if row.tokens is not None:
-            yield from _runs(list(row.tokens.input_ids), list(row.tokens.loss_mask), lambda ids: f"{ids} ")
-    elif is_asked_only:
-        yield renderer.decode(first_prompt_ids(renderer, row)), False
-        for message in [each for each in row.messages if each["role"] == "user"][1:]:
-            yield f"\n[then] {message['content']}", False
-    else:
-        rendered = render_row(renderer, row)
-        yield from _runs(rendered.input_ids, rendered.loss_mask, renderer.decode)
-
-
-def _runs(ids: list[int], mask: list[bool], shown: Callable[[list[int]], str]) -> Iterator[tuple[str, bool]]:
-    start = 0
-    for t in range(1, len(ids) + 1):
-        if t == len(ids) or mask[t] != mask[start]:
-            yield shown(ids[start:t]), mask[start]
-            start = t
-
-
-def _usable(prompts: PromptsConfig, renderer: ChatRenderer | None, num_rows: int) -> list[ShownRow]:
-    """Returns the first rows that can be rendered."""
-    return list(islice(_rendered(prompts, renderer), num_rows))
-
-
-def _rendered(prompts: PromptsConfig, renderer: ChatRenderer | None) -> Iterator[ShownRow]:
-    for row in read_conversations(str(prompts.path), prompts.max_row_bytes):
-        if isinstance(row, Conversation):
-            with suppress(RenderingError):  # counted already
-                yield shown_row(row, renderer)
 
 
 def _of_size(seen: np.ndarray, vocab_size: int) -> Any:

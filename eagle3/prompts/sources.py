@@ -179,14 +179,15 @@ def _file(path: Path) -> Source:
     return Source(str(path), _kind_of(path) or "jsonl", compression)
 
 
-def _open(source: Source) -> IO[bytes]:
+def open_source(source: Source) -> IO[bytes]:
+    """Opens a file of text, which is decompressed as it is read."""
     if source.compression is None:
         return Path(source.name).open("rb")
     return pyarrow.CompressedInputStream(pyarrow.OSFile(source.name), source.compression)
 
 
 def _text_rows(source: Source, file: str | None, max_row_bytes: int) -> Iterator[RawRow]:
-    stream = _open(source)
+    stream = open_source(source)
     try:
         with stream:
             yield from text_rows(

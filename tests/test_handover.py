@@ -182,6 +182,18 @@ def test_aborted_requests_do_not_pile_up(tmp_path: Path) -> None:
     assert partial_path(tmp_path, requests[1]).exists()
 
 
+def test_a_forward_of_many_short_prompts_is_written_whole(tmp_path: Path) -> None:
+    num_prompts = 2 * MAX_UNFINISHED + 7
+    requests = [request_id(2, f"r{i}") for i in range(num_prompts)]
+    forward = forward_of(*(Part(each, 2, 0, 2 * i, 2) for i, each in enumerate(requests)), num_rows=2 * num_prompts)
+    hand_over(tmp_path, forward)
+    for i, request in enumerate(requests):
+        content = load_file(wait_for_file(sample_path(tmp_path, request)))
+        for name, tensor in content.items():
+            assert torch.equal(tensor, rows_of(forward, name, 2 * i, 2 * i + 2)), (request, name)
+    assert len(list(tmp_path.iterdir())) == num_prompts
+
+
 def submit_until_refused(taker: Handover, forward: Forward) -> None:
     for _ in range(1000):
         submit(taker, forward)

@@ -3,13 +3,15 @@
 A process of its own, since a thread in the scheduler would take turns with it at Python's lock: thousands of times a
 second, each a wait. It imports the standard library alone and ends with the server, whose pipe it reads. A sample's
 file is laid out when its first part comes and each part is written at its place, so a prompt of many chunks needs no
-memory here.
+memory here. Several threads write: one alone fills memory pages more slowly than a small target computes them.
 """
 
 import json
 import mmap
 import os
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from eagle3.capture.staging import Part, error_path, partial_path, sample_path, 
 
 # A server keeps one request in chunked prefill at a time; samples that stay unfinished beside it were aborted.
 MAX_UNFINISHED = 64
+THREADS = 4
+FILES_AT_ONCE = 64  # that are open beside those; a forward may hold thousands of short prompts
 
 
 @dataclass(frozen=True)
@@ -37,23 +41,47 @@ class SampleWriter:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._unfinished: dict[str, _PartialSample] = {}
+        self._threads = ThreadPoolExecutor(THREADS)
 
-    def write(self, part: Part, tensors: list[Rows], metadata: dict[str, str] | None = None) -> None:
-        """Writes the rows of one request, `metadata` with the first; what is wrong with it goes to its error file."""
+    def write(self, parts: Sequence[Part], tensors: list[Rows], metadata: dict[str, str] | None = None) -> None:
+        """Writes a forward's rows, each request's to its own file; what is wrong with one goes to its error file.
+
+        `metadata` go into a file with its first part.
+        """
+        for first in range(0, len(parts), FILES_AT_ONCE):
+            some = [part for part in parts[first : first + FILES_AT_ONCE] if self._is_ready(part, tensors, metadata)]
+            errors = self._threads.map(lambda part: self._append(part, tensors), some)
+            for part, error in zip(some, errors, strict=True):
+                if error is not None:
+                    self._refuse(part.request_id, error)
+        while len(self._unfinished) > MAX_UNFINISHED:
+            oldest = next(iter(self._unfinished))
+            self._refuse(oldest, f"the rest of the request never came, {MAX_UNFINISHED} others began after it")
+
+    def _is_ready(self, part: Part, tensors: list[Rows], metadata: dict[str, str] | None) -> bool:
+        """Makes the file of a first part; returns whether the part can be written."""
         problem = self._problem(part)
+        if problem is None and part.start == 0:
+            problem = self._begin(part, tensors, metadata)
         if problem is not None:
             self._refuse(part.request_id, problem)
-            return
+        return problem is None
+
+    def _append(self, part: Part, tensors: list[Rows]) -> str | None:
+        """Writes a part, and gives a whole sample its name; returns what went wrong."""
+        sample = self._unfinished[part.request_id]
         try:
-            if part.start == 0:
-                self._begin(part, tensors, metadata)
-            sample = self._unfinished[part.request_id]
             sample.append(part, tensors)
             if sample.num_rows == part.num_tokens:
                 del self._unfinished[part.request_id]
                 sample.finish(sample_path(self._directory, part.request_id))
-        except OSError as error:  # most likely a full disk, which the client can drain and try again
-            self._refuse(part.request_id, f"the staging directory {self._directory} must take the sample, got {error}")
+        except OSError as error:
+            return self._disk_error(error)
+        return None
+
+    def _disk_error(self, error: OSError) -> str:
+        # Most likely a full disk, which the client can drain and try again.
+        return f"the staging directory {self._directory} must take the sample, got {error}"
 
     def _problem(self, part: Part) -> str | None:
         """Returns why a part cannot be appended: a hole before it, or more rows than announced."""
@@ -82,15 +110,16 @@ class SampleWriter:
         if not path.exists():
             write_json(path, {"error": reason})
 
-    def _begin(self, part: Part, tensors: list[Rows], metadata: dict[str, str] | None) -> None:
+    def _begin(self, part: Part, tensors: list[Rows], metadata: dict[str, str] | None) -> str | None:
         restarted = self._unfinished.pop(part.request_id, None)  # the scheduler took it back and runs it again
         if restarted is not None:
             restarted.abandon()
         path = partial_path(self._directory, part.request_id)
-        self._unfinished[part.request_id] = _PartialSample(path, part.num_tokens, tensors, metadata)
-        if len(self._unfinished) > MAX_UNFINISHED:
-            oldest = next(iter(self._unfinished))
-            self._refuse(oldest, f"the rest of the request never came, {MAX_UNFINISHED} others began after it")
+        try:
+            self._unfinished[part.request_id] = _PartialSample(path, part.num_tokens, tensors, metadata)
+        except OSError as error:
+            return self._disk_error(error)
+        return None
 
 
 class _PartialSample:
@@ -144,8 +173,7 @@ def main(directory: Path, descriptor: int) -> None:
             Rows(name, dtype, dims, row_bytes, memory[begin : begin + num_rows * row_bytes])
             for name, dtype, dims, row_bytes, begin, num_rows in message["tensors"]
         ]
-        for part in message["parts"]:
-            writer.write(Part(*part), tensors, message.get("metadata"))
+        writer.write([Part(*part) for part in message["parts"]], tensors, message.get("metadata"))
         print(message["end"], flush=True)
 
 

@@ -26,6 +26,7 @@ COMPARE = "benchmarks/results/compare.json"
 SERVED = "benchmarks/results/served.json"
 SERVED_7 = "benchmarks/results/served_7.json"
 WRITER = "benchmarks/results/writer.json"
+CAPTURE = "benchmarks/results/capture.json"
 SIMULATE = "benchmarks/results/simulate.json"
 
 
@@ -192,6 +193,16 @@ def codec_lines(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+def capture_lines(result: dict[str, Any]) -> list[str]:
+    """Returns the lines of docs/EXPERIMENTS.md that say what recording costs a server."""
+    return [
+        f"| {row['work']} | a process beside it | {result['commit'][:7]} | {row['num_requests']}, {row['num_pairs']} "
+        f"| {row['plain_tokens_per_second']:,.0f} | {row['recorded_tokens_per_second']:,.0f} "
+        f"| {100 * row['overhead']:.1f} %, {100 * row['overhead_low']:.1f} to {100 * row['overhead_high']:.1f} |"
+        for row in result["rows"]
+    ]
+
+
 def store_lines(result: dict[str, Any]) -> list[str]:
     """Returns the lines of docs/EXPERIMENTS.md that hold the speed of reader and writer."""
     reader, writer = result["reader"], result["writer"]
@@ -216,6 +227,7 @@ def store_lines(result: dict[str, Any]) -> list[str]:
         (DROP_REJECTED, survivor_lines),
         ("benchmarks/results/codecs.json", codec_lines),
         ("benchmarks/results/store.json", store_lines),
+        (CAPTURE, capture_lines),
     ],
 )
 def test_figures_of_the_experiments_are_those_of_the_json(

@@ -1,0 +1,152 @@
+"""Every figure in docs/EXPERIMENTS.md on training, capture and the store is the one in the JSON that it names."""
+
+import json
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import pytest
+from figures import ROOT, experiments, percent
+
+CODEC_ERRORS = "benchmarks/results/codec_errors.json"
+LOSS_CURVES = "benchmarks/results/loss_curves.json"
+DROP_REJECTED = "benchmarks/results/drop_rejected.json"
+ATTENTION = "benchmarks/results/attention.json"
+WRITER = "benchmarks/results/writer.json"
+CAPTURE = "benchmarks/results/capture.json"
+
+
+def curve_lines(result: dict[str, Any]) -> list[str]:
+    """Returns the lines of docs/EXPERIMENTS.md that compare trainings with the engine and by the dense definition."""
+    dense = result["runs"]["dense, fp32"]
+    lines = []
+    for name, run in result["runs"].items():
+        difference = "-" if run is dense else f"{result['largest_difference'][name]:.1e}"
+        lines.append(
+            f"| {name} | {run['loss'][0]:.3f} | {run['loss'][-1]:.3f} | {difference} | {run['tau']:.3f} "
+            f"| {run['seconds']:.0f} |"
+        )
+    return lines
+
+
+def test_loss_curves_are_those_of_the_json_and_overlay() -> None:
+    result = json.loads((ROOT / LOSS_CURVES).read_text(encoding="utf-8"))
+    text = experiments()
+    assert LOSS_CURVES in text
+    assert "![" in text
+    assert (ROOT / "docs/loss_curves.png").exists()
+    for line in curve_lines(result):
+        assert line in text, f"docs/EXPERIMENTS.md must have the line {line!r}"
+    dense = result["runs"]["dense, fp32"]["loss"]
+    assert len(dense) >= 30
+    # fp32: other summation orders, which the steps amplify; bf16: 8 bits in every product, and the same.
+    for name, bound in (("engine, fp32", 2e-3), ("engine, bf16", 3e-2)):
+        differences = [abs(a - b) / b for a, b in zip(result["runs"][name]["loss"], dense, strict=True)]
+        assert max(differences) == result["largest_difference"][name]
+        assert max(differences) < bound, (name, max(differences))
+
+
+def survivor_lines(result: dict[str, Any]) -> list[str]:
+    """Returns the lines of docs/EXPERIMENTS.md that compare trainings with and without rejected rows."""
+    return [
+        f"| {pair['seed']} | {pair['all_rows']['tau']:.3f} | {pair['survivors']['tau']:.3f} "
+        f"| {pair['difference']:+.3f} | {pair['drafters'][0]:+.3f} to {pair['drafters'][1]:+.3f} "
+        f"| {pair['recipes'][0]:+.3f} to {pair['recipes'][1]:+.3f} |"
+        for pair in result["pairs"]
+    ]
+
+
+def attention_lines(result: dict[str, Any]) -> list[str]:
+    """Returns the lines of docs/EXPERIMENTS.md that compare attention kernels."""
+    return [
+        f"| {row['documents']} | {row['kernel']} | {row['forward_ms']:.2f} | {row['backward_ms']:.2f} "
+        f"| {percent(row['share_of_limit'])} |"
+        for row in result["rows"]
+    ]
+
+
+def codec_lines(result: dict[str, Any]) -> list[str]:
+    """Returns the lines of docs/EXPERIMENTS.md that hold tau by codec."""
+    lines = []
+    for row in result["rows"]:
+        seeds = ", ".join(f"{tau:.3f}" for tau in row["tau_by_seed"])
+        against = row["against_exact"]
+        paired = against and f"{against['difference']:+.4f} ({against['low']:+.4f} to {against['high']:+.4f})"
+        lines.append(
+            f"| {row['codec']} | {row['bytes_per_token']:,.0f} | {row['tau']:.3f} ({row['low']:.3f} to "
+            f"{row['high']:.3f}) | {seeds} | {paired or '-'} |"
+        )
+    return lines
+
+
+def capture_lines(result: dict[str, Any]) -> list[str]:
+    """Returns the lines of docs/EXPERIMENTS.md that say what recording costs a server."""
+    return [
+        f"| {row['work']} | a process beside it | {result['commit'][:7]} | {row['num_requests']}, {row['num_pairs']} "
+        f"| {row['plain_tokens_per_second']:,.0f} | {row['recorded_tokens_per_second']:,.0f} "
+        f"| {100 * row['overhead']:.1f} %, {100 * row['overhead_low']:.1f} to {100 * row['overhead_high']:.1f} |"
+        for row in result["rows"]
+    ]
+
+
+def store_lines(result: dict[str, Any]) -> list[str]:
+    """Returns the lines of docs/EXPERIMENTS.md that hold the speed of reader and writer."""
+    reader, writer = result["reader"], result["writer"]
+    lines = [
+        f"| reader, {row['cache']}, {row['threads']} thread{'s' * (row['threads'] > 1)}"
+        f"{', checksums too' * row['checked']} | {row['gb_per_second']:.2f} | {row['share_of_plain']:.0%} |"
+        for row in reader["rows"]
+    ]
+    lines.append(
+        f"| reader, warm, 8 threads, decoded on the GPU | {reader['decoded_on_gpu']['gb_per_second']:.2f} | - |"
+    )
+    lines.append(f"| writer | {writer['gb_per_second']:.2f} | - |")
+    lines.append(f"| writer, one sync at its end | {writer['synced_once_gb_per_second']:.2f} | - |")
+    lines.append(f"| plain write, fsync for each file | {writer['plain_fsync_gb_per_second']:.2f} | - |")
+    return [line.replace("% |", " % |") for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("name", "lines_of"),
+    [
+        (ATTENTION, attention_lines),
+        (DROP_REJECTED, survivor_lines),
+        ("benchmarks/results/codecs.json", codec_lines),
+        ("benchmarks/results/store.json", store_lines),
+        (CAPTURE, capture_lines),
+    ],
+)
+def test_figures_of_the_experiments_are_those_of_the_json(
+    name: str, lines_of: Callable[[dict[str, Any]], list[str]]
+) -> None:
+    result = json.loads((ROOT / name).read_text(encoding="utf-8"))
+    text = experiments()
+    assert name in text
+    assert f"commit {result['commit'][:7]}" in text
+    for line in lines_of(result):
+        assert line in text, f"docs/EXPERIMENTS.md must have the line {line!r}"
+
+
+def test_codec_errors_are_those_of_the_json() -> None:
+    result = json.loads((ROOT / CODEC_ERRORS).read_text(encoding="utf-8"))
+    text = experiments()
+    assert CODEC_ERRORS in text
+    assert f"commit {result['commit'][:7]}" in text
+    for row in result["errors"]:
+        first = "-" if row["of_typical_first_token"] is None else f"{row['of_typical_first_token']:.2%}"
+        line = (
+            f"| {row['codec']} | {row['state']} | {row['of_length']:.2%} | {row['of_typical']:.2%} | {first} "
+            f"| {row['worst_channel']:.2%} |"
+        ).replace("%", " %")
+        assert line in text, f"docs/EXPERIMENTS.md must have the line {line!r}"
+
+
+def test_what_an_fsync_per_shard_costs_is_what_the_json_says() -> None:
+    result = json.loads((ROOT / WRITER).read_text(encoding="utf-8"))
+    text = experiments()
+    assert WRITER in text
+    assert f"commit {result['commit'][:7]}" in text
+    writer = result["writer"]
+    shares = [once / each - 1 for each, once in zip(*writer["seconds"].values(), strict=True)]
+    assert f"{-median(shares):.0%} of its throughput".replace("%", " %") in text
+    assert 1 - writer["share_of_synced_once"] == pytest.approx(-median(shares))

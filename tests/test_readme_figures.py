@@ -1,0 +1,109 @@
+"""Every figure in the README is the one in the JSON that it names."""
+
+import io
+import json
+import re
+from typing import Any
+
+from figures import ROOT, percent, readme
+from rich.console import Console
+
+from eagle3.evaluation.compare import show
+from eagle3.evaluation.tables import TextTable
+
+DEMO = "benchmarks/results/demo.json"
+TRAIN = "benchmarks/results/train.json"
+PROMPTS = "benchmarks/results/prompts.json"
+COMPARE = "benchmarks/results/compare.json"
+
+
+def demo_lines(result: dict[str, Any]) -> list[str]:
+    """Returns the README's lines that hold figures of the demo."""
+    rows = {
+        "untrained: the target's head and norm": "untrained",
+        "trained": "trained",
+        "trained, simulated on the same answers": "simulated",
+    }
+    lines = []
+    for title, name in rows.items():
+        all_answers = result[name]["all_answers"]
+        lines.append(
+            f"| {title} | {all_answers['tau']:.2f} | {all_answers['low']:.2f} to {all_answers['high']:.2f} "
+            f"| {all_answers['tau_without_prefill']:.2f} |"
+        )
+    lines.append(
+        f"Its stages took at most {result['peak_memory_bytes'] / 2**30:.1f} GiB; one stream decoded "
+        f"{result['tokens_per_second_plain']:.1f} tokens/s plain and"
+    )
+    lines.append(f"{result['tokens_per_second_speculative']:.1f} with the drafter.")
+    return lines
+
+
+def test_demo_figures_are_those_of_the_json() -> None:
+    result = json.loads((ROOT / DEMO).read_text(encoding="utf-8"))
+    text = readme()
+    assert DEMO in text
+    assert f"commit {result['commit'][:7]}" in text
+    for line in demo_lines(result):
+        assert line in text, f"README.md must have the line {line!r}"
+
+
+def train_lines(result: dict[str, Any]) -> list[str]:
+    """Returns the README's lines that hold figures of the training engine: speed, then where the time goes."""
+    lines = []
+    for row in result["rows"]:
+        shares = [row["share_of_limit"], row["multiplied_share_of_limit"], row["attention_share_of_limit"]]
+        lines.append(
+            f"| `{row['work']}` | {row['tokens']:,} | {row['ms_per_step']:.0f} | {row['tokens_per_second']:,.0f} | "
+            + " | ".join(percent(share) for share in shares)
+            + f" | {row['peak_gib']:.1f} |"
+        )
+    for row in result["rows"]:
+        stages = dict(row["stages_ms"])
+        columns = [stages.pop(stage) for stage in ("matrix products", "attention over the context", "head scores")]
+        columns += [stages.pop("optimizer and clipping"), stages.pop("everything else"), sum(stages.values())]
+        lines.append(f"| `{row['work']}` | " + " | ".join(f"{milliseconds:.1f}" for milliseconds in columns) + " |")
+    return lines
+
+
+def test_training_figures_are_those_of_the_json() -> None:
+    result = json.loads((ROOT / TRAIN).read_text(encoding="utf-8"))
+    text = readme()
+    assert TRAIN in text
+    assert f"commit {result['commit'][:7]}" in text
+    for line in train_lines(result):
+        assert line in text, f"README.md must have the line {line!r}"
+
+
+def test_the_comparison_is_what_the_command_printed() -> None:
+    result = json.loads((ROOT / COMPARE).read_text(encoding="utf-8"))
+    text = readme()
+    assert COMPARE in text
+    assert f"commit {result['commit'][:7]}" in text
+    console = Console(file=io.StringIO(), width=118)
+    show([TextTable(**table) for table in result["tables"]], result["sentences"], console)
+    assert isinstance(console.file, io.StringIO)
+    printed = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    assert "\n".join(printed) in text
+
+
+def test_every_result_named_in_the_readme_exists_and_says_how_it_was_made() -> None:
+    named = set(re.findall(r"benchmarks/results/[\w.-]+\.json", readme()))
+    assert named
+    for name in named:
+        result = json.loads((ROOT / name).read_text(encoding="utf-8"))
+        missing = {"command", "date", "commit", "hardware", "versions"} - result.keys()
+        assert not missing, f"{name} must say {sorted(missing)}"
+
+
+def test_prompt_figures_are_those_of_the_json() -> None:
+    result = json.loads((ROOT / PROMPTS).read_text(encoding="utf-8"))
+    resident = result["resident_mib_after_each_tenth"]
+    text = readme()
+    assert f"On {result['hardware']} (commit {result['commit'][:7]}, {result['date']}" in text
+    for line in (
+        f"{result['rows']:,} rows of\n{result['mean_tokens']:.0f} tokens",
+        f"at {result['rows_per_second']:,} rows/s",
+        f"held {resident[0]:,.0f} MiB after the first tenth and {resident[-1]:,.0f} at the end",
+    ):
+        assert line in text, f"README.md must have {line!r}"

@@ -1,4 +1,4 @@
-"""Counts, weights and the schedule; what a step equals is in test_trainer.py."""
+"""Counts, weights and the schedule; what a step equals is in test_trainer.py and test_ranks.py."""
 
 import dataclasses
 import itertools

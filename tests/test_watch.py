@@ -1,4 +1,4 @@
-"""A rank that is silent, or that all others wait for, is named; what ends a launched run is in test_trainer.py."""
+"""A rank that is silent, or that all others wait for, is named; what ends a launched run is in test_ranks.py."""
 
 import pytest
 import torch

@@ -1,5 +1,7 @@
 """Same data on any world size, exact resume, nothing left out in silence."""
 
+from heapq import heapreplace
+
 import pytest
 import torch
 from tiny_training import write_target_and_store
@@ -102,6 +104,19 @@ def test_packs_stay_within_their_tokens(world_size: int) -> None:
 def test_no_more_packs_than_long_samples_need() -> None:
     assert deal([100] * 5, 50, 1) == [[0], [1], [2], [3], [4]]
     assert deal([100] * 5, 50, 2)[5] == []
+
+
+def test_many_samples_are_dealt_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of samples that go two into three packs' tokens, each needs a pack of its own."""
+    num_placed = [0]
+
+    def place(heap: list[tuple[int, int]], entry: tuple[int, int]) -> tuple[int, int]:
+        num_placed[0] += 1
+        return heapreplace(heap, entry)
+
+    monkeypatch.setattr("eagle3.training.batches.heapq.heapreplace", place)
+    assert list(map(len, deal([60] * 1000, 90, 3))) == [1] * 1000 + [0] * 2
+    assert num_placed[0] < 50 * 1000, num_placed
 
 
 def test_a_rank_without_samples_repeats_the_shortest_one(store: FeatureStore) -> None:

@@ -188,14 +188,16 @@ def deal(lengths: list[int], batch_tokens: int, world_size: int) -> list[list[in
     empty; a sample longer than `batch_tokens` is alone in its list.
     """
     num_tokens = sum(min(length, batch_tokens) for length in lengths)
-    num_packs = world_size * max(1, -(-num_tokens // (batch_tokens * world_size)))  # never more than are needed
+    packs_per_rank = max(1, -(-num_tokens // (batch_tokens * world_size)))  # never more than are needed
     while True:
-        packs: list[list[int]] = [[] for _ in range(num_packs)]
-        smallest = [(0, index) for index in range(num_packs)]  # a heap of (tokens, pack)
+        packs: list[list[int]] = [[] for _ in range(packs_per_rank * world_size)]
+        smallest = [(0, index) for index in range(len(packs))]  # a heap of (tokens, pack)
         for sample in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):  # longest first packs tightest
             size, index = smallest[0]
             packs[index].append(sample)
             heapq.heapreplace(smallest, (size + lengths[sample], index))
         if all(size <= batch_tokens or len(packs[index]) == 1 for size, index in smallest):
-            return [sorted(members) for members in packs]
-        num_packs += world_size
+            filled = sum(map(bool, packs))  # the first ones
+            return [sorted(members) for members in packs[: max(1, -(-filled // world_size)) * world_size]]
+        # Of many, a few more at once: thousands of held-out samples would be dealt thousands of times.
+        packs_per_rank += 1 + packs_per_rank // 64

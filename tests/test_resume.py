@@ -118,7 +118,7 @@ def test_a_run_goes_on_after_its_time_was_up(
         seconds[0] += 60
         return take_step(*arguments, **settings)
 
-    config = with_run(base, dir=str(tmp_path / "run"), resume="auto")
+    config = with_run(base, dir=str(tmp_path / "run"), resume="auto", log_every=100)
     with monkeypatch.context() as patch, caplog.at_level(logging.INFO):
         patch.setattr(trainer, "take_step", take_minute_step)
         patch.setattr(stopping, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
@@ -126,6 +126,10 @@ def test_a_run_goes_on_after_its_time_was_up(
     # After four steps it is up, which the fifth one tells all ranks.
     assert f"stopped (run.stop_after=3.5 minutes): saved {run_dir / 'step-000005'}" in caplog.text
     assert_same_bits(train(config), undisturbed)
+    # Lines of the first step of each session and of the last one, which count the tokens of all.
+    assert [line["step"] for line in metrics_of(run_dir) if "loss" in line] == [1, 5, 6]
+    numbers = [sum(line.get("num_tokens", 0) for line in metrics_of(each)) for each in (run_dir, undisturbed)]
+    assert numbers[0] == numbers[1]
 
 
 def test_a_session_takes_a_step_however_little_time_it_has(

@@ -191,7 +191,8 @@ def take_steps(run: Run, state: TrainState, session: Session) -> TrainState:
             if engine.world.is_main:
                 spikes.add(state.step, result.sums.loss(config.objective), batch)
             bars.advance(steps_bar)
-            if state.step % settings.log_every == 0 or state.step == run.num_steps or state.step == first_step + 1:
+            is_end = state.step == run.num_steps or result.stop_requested
+            if state.step % settings.log_every == 0 or state.step == first_step + 1 or is_end:
                 log.write(state.step, learning_rate)
 
             if result.stop_requested:

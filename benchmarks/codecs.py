@@ -13,7 +13,7 @@ import platform
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -39,7 +39,7 @@ from eagle3.draft.acceptance import NUM_RESAMPLES, AnswerRounds, answer_rounds, 
 from eagle3.draft.export import load_drafter
 from eagle3.draft.target_weights import TargetWeights, load_target_config, load_target_weights
 from eagle3.draft.ttt import chain_matches
-from eagle3.features.codec import EXACT_CODECS, Codec, decode, encode
+from eagle3.features.codec import EXACT_CODECS, Codec, CodecName, decode, encode
 from eagle3.features.manifest import MANIFEST_NAME
 from eagle3.features.rewrite import combined_manifest, select, write_selection
 from eagle3.features.statistics import state_errors
@@ -48,7 +48,7 @@ from eagle3.training.batches import deal, usable_samples
 from eagle3.training.packs import PackReader, on_device
 from eagle3.training.trainer import DRAFTER_NAME, train
 
-LOSSY: tuple[Codec, ...] = ("int8", "fp8")
+LOSSY: tuple[Literal["int8", "fp8"], ...] = ("int8", "fp8")
 
 
 def capture(arguments: argparse.Namespace) -> None:
@@ -64,7 +64,7 @@ def capture(arguments: argparse.Namespace) -> None:
     )
 
 
-def converted(source: Path, path: Path, codec: Codec) -> FeatureStore:
+def converted(source: Path, path: Path, codec: CodecName) -> FeatureStore:
     """Returns a store's samples in another codec, made once."""
     store = FeatureStore(source)
     write_selection(select([store]), path, combined_manifest([store], codec), shard_bytes=2**28)
@@ -176,9 +176,9 @@ def main() -> None:
     exact = FeatureStore(arguments.store)
     exact_codec = EXACT_CODECS[exact.dtype]
     paths = {exact_codec: arguments.store}
-    for codec in LOSSY:
-        paths[codec] = arguments.dir / codec
-        converted(arguments.store, paths[codec], codec)
+    for lossy in LOSSY:
+        paths[lossy] = arguments.dir / lossy
+        converted(arguments.store, paths[lossy], lossy)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target = load_target_weights(arguments.target).to(device, torch.bfloat16)
     runs: dict[Codec, list[list[AnswerRounds]]] = {codec: [] for codec in paths}

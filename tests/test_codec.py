@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -13,10 +14,13 @@ from torch import Tensor
 from eagle3.config import StoreConfig
 from eagle3.features.codec import (
     Codec,
+    CodecName,
     CodedStates,
+    codec_named,
     decode,
     encode,
     group_size,
+    name_of,
     num_outliers,
     rounding_steps,
     state_bytes,
@@ -152,6 +156,13 @@ def test_bytes_of_a_state_are_those_that_it_takes(codec: Codec, hidden_size: int
     assert state_bytes(codec, hidden_size) == sum(part.nbytes for part in parts if part is not None)
     assert hidden_size % group_size(hidden_size) == 0
     assert num_outliers(hidden_size) <= 16
+
+
+def test_people_choose_by_one_name_whatever_the_dtype() -> None:
+    assert get_args(CodecName) == get_args(get_type_hints(StoreConfig)["codec"])
+    for dtype, exact in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
+        assert [codec_named(name, dtype) for name in get_args(CodecName)] == [exact, "int8", "fp8"]
+        assert [name_of(codec_named(name, dtype)) for name in get_args(CodecName)] == list(get_args(CodecName))
 
 
 def test_groups_divide_the_state() -> None:

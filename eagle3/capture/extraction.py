@@ -24,7 +24,7 @@ from eagle3.capture.progress import ExtractionReport
 from eagle3.capture.running_engine import engine_version, running_engine
 from eagle3.capture.selection import Selection, TooLong, select_rows
 from eagle3.config import ExtractConfig, UserError
-from eagle3.features.codec import EXACT_CODECS, Codec
+from eagle3.features.codec import Codec, codec_named
 from eagle3.features.index import write_atomically
 from eagle3.features.manifest import (
     DTYPES,
@@ -207,7 +207,7 @@ def build_manifest(
 
 def store_codec(config: ExtractConfig) -> Codec:
     """Returns the codec of an extraction's store."""
-    return EXACT_CODECS[DTYPES[config.target.dtype]] if config.store.codec == "exact" else config.store.codec
+    return codec_named(config.store.codec, DTYPES[config.target.dtype])
 
 
 def coding_device(config: ExtractConfig) -> torch.device | None:

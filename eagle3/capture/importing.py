@@ -27,7 +27,7 @@ from eagle3.draft.target_weights import (
     load_target_weights,
     log_normaliser,
 )
-from eagle3.features.codec import EXACT_CODECS, Codec
+from eagle3.features.codec import CodecName, codec_named
 from eagle3.features.manifest import (
     DTYPES,
     MANIFEST_NAME,
@@ -97,7 +97,9 @@ def check_meaning(path: Path, layers: list[int] | None, last: str | None, loss_m
         )
 
 
-def build_import_manifest(target: Path, files: list[Path], source: Path, meaning: Meaning, codec: str) -> Manifest:
+def build_import_manifest(
+    target: Path, files: list[Path], source: Path, meaning: Meaning, codec: CodecName
+) -> Manifest:
     """Returns what the store of an import says of itself.
 
     Raises:
@@ -112,8 +114,6 @@ def build_import_manifest(target: Path, files: list[Path], source: Path, meaning
             f"({files[0]}); name the target that they are of"
         )
     dtype = dtype_of(first)
-    exact = EXACT_CODECS[DTYPES[dtype]]
-    chosen: Codec = exact if codec == "exact" else "int8" if codec == "int8" else "fp8"
     names = "".join(f"{path.relative_to(source)} {path.stat().st_size}\n" for path in files)
     return Manifest(
         target_path=str(target.absolute()),
@@ -124,7 +124,7 @@ def build_import_manifest(target: Path, files: list[Path], source: Path, meaning
         engine_version=SUFFIXES[kind_of(files[0])],
         capture_layers=meaning.layers,
         dtype=dtype,
-        codec=chosen,
+        codec=codec_named(codec, DTYPES[dtype]),
         hidden_size=config["hidden_size"],
         vocab_size=config["vocab_size"],
         tokenizer_digest=tokenizer_digest(load_tokenizer(str(target), trust_remote_code=False)),
@@ -210,7 +210,7 @@ def import_features(
     target_path: Path,
     meaning: Meaning,
     *,
-    codec: str,
+    codec: CodecName,
     shard_bytes: int,
     dry_run: bool = False,
     advance: Callable[[int], None] = lambda num_files: None,

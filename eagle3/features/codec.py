@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 Codec = Literal["bf16", "fp32", "int8", "fp8"]
+CodecName = Literal["exact", "int8", "fp8"]  # what people choose from; exact is that of the states' dtype
 # The codec in which states of a dtype come back bit for bit.
 EXACT_CODECS: dict[torch.dtype, Codec] = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 CODE_DTYPES: dict[Codec, torch.dtype] = {
@@ -51,6 +52,16 @@ class CodedStates:
 def is_exact(codec: Codec) -> bool:
     """Tells whether a codec keeps states bit for bit."""
     return codec not in LARGEST_CODE
+
+
+def codec_named(name: CodecName, dtype: torch.dtype) -> Codec:
+    """Returns the codec that a name means for states of a dtype."""
+    return EXACT_CODECS[dtype] if name == "exact" else name
+
+
+def name_of(codec: Codec) -> CodecName:
+    """Returns the name by which people choose a codec."""
+    return codec if codec == "int8" or codec == "fp8" else "exact"
 
 
 def group_size(hidden_size: int) -> int:

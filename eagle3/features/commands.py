@@ -7,7 +7,7 @@ from typing import get_args
 
 from eagle3.capture.importing import Last, LossMask
 from eagle3.config import StoreConfig
-from eagle3.features.codec import Codec
+from eagle3.features.codec import CodecName
 from eagle3.features.looking import inspect, stats, verify
 from eagle3.features.making import convert, drop, import_, merge
 
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
         help="file: that of the files; all: every token is taken for the target's (default: %(default)s)",
     )
     command.add_argument(
-        "--codec", choices=["exact", "int8", "fp8"], default="exact", help="of the new store (default: %(default)s)"
+        "--codec", choices=get_args(CodecName), default="exact", help="of the new store (default: %(default)s)"
     )
     add_shard_bytes(command)
     command.add_argument("--dry-run", action="store_true", help="run the gates, and write nothing")
@@ -80,7 +80,7 @@ def add_writing_arguments(command: argparse.ArgumentParser, *, codec_is_required
     """Adds what all commands take that write a store."""
     of_sources = "" if codec_is_required else " (default: the sources')"
     command.add_argument(
-        "--codec", choices=get_args(Codec), required=codec_is_required, help=f"of the new store{of_sources}"
+        "--codec", choices=get_args(CodecName), required=codec_is_required, help=f"of the new store{of_sources}"
     )
     add_shard_bytes(command)
     command.add_argument("--dry-run", action="store_true", help="say what would be written, and write nothing")

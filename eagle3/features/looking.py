@@ -19,7 +19,10 @@ NUM_LISTED = 10  # samples that `inspect` shows
 def inspect(arguments: argparse.Namespace) -> None:
     """Prints the manifest and the first samples."""
     store = open_whole(arguments.store)
-    for name, value in asdict(store.manifest).items():
+    told = asdict(store.manifest)
+    if is_exact(store.manifest.codec):
+        told["codec"] = f"exact ({store.manifest.codec})"
+    for name, value in told.items():
         print(f"{name:24} {value}")
     print_counts(store)
     print(f"{'sample':40} {'shard':>6} {'tokens':>8} {'supervised':>10}  checksum")

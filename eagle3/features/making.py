@@ -8,6 +8,7 @@ from pathlib import Path
 from eagle3.capture.foreign import find_files
 from eagle3.capture.importing import Meaning, check_meaning, import_features
 from eagle3.config import UserError
+from eagle3.features.codec import name_of
 from eagle3.features.looking import coded_before, open_whole
 from eagle3.features.progress import progress_bar
 from eagle3.features.rewrite import combined_manifest, count_begun, select, write_selection
@@ -92,15 +93,15 @@ def _rewrite(
             f"{selection.unknown_ids[0]!r} ({arguments.ids}); correct the file"
         )
     num_begun = count_begun(selection, arguments.out, manifest)
-    num_bytes = selection.num_bytes(manifest.codec)
+    num_bytes, name = selection.num_bytes(manifest.codec), name_of(manifest.codec)
     print(
-        f"{selection.num_samples:,} samples, {selection.num_tokens:,} tokens, about {num_bytes / 1e9:,.3f} GB in "
-        f"{manifest.codec} to {arguments.out}, where {free_bytes(arguments.out) / 1e9:,.3f} GB are free and "
+        f"{selection.num_samples:,} samples, {selection.num_tokens:,} tokens, about {num_bytes / 1e9:,.3f} GB, codec "
+        f"{name} to {arguments.out}, where {free_bytes(arguments.out) / 1e9:,.3f} GB are free and "
         f"{num_begun:,} samples are there; dropped {selection.num_dropped:,}, copies {selection.num_copies:,}"
     )
     lossy = [codec for codec in coded_before(manifest) if codec != manifest.codec]
     if lossy:
-        print(f"states that were {' or '.join(lossy)} stay as that left them: {manifest.codec} brings nothing back")
+        print(f"states that were {' or '.join(lossy)} stay as that left them: {name} brings nothing back")
     if arguments.dry_run:
         print("nothing written: --dry-run")
         return

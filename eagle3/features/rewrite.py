@@ -13,7 +13,7 @@ from pathlib import Path
 import xxhash
 
 from eagle3.config import UserError
-from eagle3.features.codec import EXACT_CODECS, Codec, is_exact, state_bytes
+from eagle3.features.codec import Codec, CodecName, codec_named, is_exact, name_of, state_bytes
 from eagle3.features.manifest import CODED_BEFORE, MANIFEST_NAME, Manifest, check_same_capture
 from eagle3.features.shard import ENTRY_BYTES, IndexEntry
 from eagle3.features.store import FeatureStore
@@ -104,11 +104,11 @@ def select(
     return Selection(list(stores), kept, num_dropped, num_copies, sorted(drop_ids - known))
 
 
-def combined_manifest(stores: Sequence[FeatureStore], codec: Codec | None) -> Manifest:
+def combined_manifest(stores: Sequence[FeatureStore], codec: CodecName | None) -> Manifest:
     """Returns what a store made of others says of itself; `codec` None keeps theirs.
 
     Raises:
-        UserError: they are of different targets or layers, or have different codecs, or the codec is of another dtype.
+        UserError: they are of different targets or layers, or have different codecs.
     """
     first, *others = [store.manifest for store in stores]
     problems = []
@@ -119,11 +119,9 @@ def combined_manifest(stores: Sequence[FeatureStore], codec: Codec | None) -> Ma
                 problems.append(f"  {each.name} must be {before!r}, as in {stores[0].path}, got {now!r} ({store.path})")
     codecs = {manifest.codec for manifest in (first, *others)}
     if codec is None and len(codecs) > 1:
-        problems.append(f"  codec must be one, got {', '.join(sorted(codecs))}; name the new store's with --codec")
-    wanted = codec or first.codec
-    exact = EXACT_CODECS[stores[0].dtype]
-    if wanted in EXACT_CODECS.values() and wanted != exact:
-        problems.append(f"  codec must be {exact}, int8 or fp8 for states in {first.dtype}, got {wanted}")
+        seen = ", ".join(sorted({name_of(each) for each in codecs}))
+        problems.append(f"  codec must be one, got {seen}; name the new store's with --codec")
+    wanted = codec_named(codec, stores[0].dtype) if codec else first.codec
     if problems:
         raise UserError("stores must belong together to become one:\n" + "\n".join(problems))
     digests = sorted({manifest.prompts_digest for manifest in (first, *others)})

@@ -6,11 +6,12 @@ in units of the state's typical number, where a first token cannot hide it.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-from eagle3.features.codec import CODE_DTYPES, LARGEST_CODE, Codec, decode, encode, state_bytes
+from eagle3.features.codec import LARGEST_CODE, Codec, CodecName, codec_named, decode, encode, state_bytes
 from eagle3.features.manifest import CODED_BEFORE
 from eagle3.features.store import FeatureStore
 
@@ -37,8 +38,9 @@ def sizes_of(store: FeatureStore) -> list[str]:
     share = sum(entry.num_last for entry in store.entries) / max(1, store.num_tokens)
     num_states = len(manifest.capture_layers) + share
     return [
-        f"{codec}: {num_states * state_bytes(codec, manifest.hidden_size):,.0f} bytes of states a token"
-        for codec in CODE_DTYPES
+        f"{name}: {num_states * state_bytes(codec_named(name, store.dtype), manifest.hidden_size):,.0f} bytes of "
+        f"states a token"
+        for name in get_args(CodecName)
     ]
 
 

@@ -1,9 +1,8 @@
 """Drafter -> acceptance on a served target."""
 
-from eagle3.cli import command_parser, parse_arguments, run_command
+from eagle3.cli import command_parser, loading, parse_arguments, run_command
 from eagle3.config import EvaluateConfig
 from eagle3.config_file import find_config, load_config
-from eagle3.evaluation.run import evaluate
 
 
 def main() -> None:
@@ -13,7 +12,10 @@ def main() -> None:
     overrides = arguments.overrides
     if arguments.server is not None:
         overrides = [*overrides, f"server={arguments.server}"]
-    evaluate(load_config(EvaluateConfig, find_config(arguments.config, "evaluate"), overrides))
+    config = load_config(EvaluateConfig, find_config(arguments.config, "evaluate"), overrides)
+    with loading():
+        from eagle3.evaluation.run import evaluate
+    evaluate(config)
 
 
 if __name__ == "__main__":

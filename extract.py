@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from eagle3.capture.extraction import run_extraction
-from eagle3.cli import command_parser, parse_arguments, run_command
+from eagle3.cli import command_parser, loading, parse_arguments, run_command
 from eagle3.config import ExtractConfig
 from eagle3.config_file import find_config, load_config
 
@@ -17,6 +16,8 @@ def main() -> None:
     config = load_config(ExtractConfig, find_config(arguments.config, "extract"), arguments.overrides)
     if arguments.prompts is not None:
         config = replace(config, prompts=replace(config.prompts, path=arguments.prompts))
+    with loading():
+        from eagle3.capture.extraction import run_extraction
     run_extraction(config)
 
 

@@ -1,15 +1,17 @@
 """Feature store -> drafter."""
 
-from eagle3.cli import command_parser, parse_arguments, run_command
+from eagle3.cli import command_parser, loading, parse_arguments, run_command
 from eagle3.config import TrainConfig
 from eagle3.config_file import find_config, load_config
-from eagle3.training.trainer import train
 
 
 def main() -> None:
     parser = command_parser("Trains a drafter on a feature store; start it with `accelerate launch`.", "drafter.yaml")
     arguments = parse_arguments(parser)
-    train(load_config(TrainConfig, find_config(arguments.config, "train"), arguments.overrides))
+    config = load_config(TrainConfig, find_config(arguments.config, "train"), arguments.overrides)
+    with loading():
+        from eagle3.training.trainer import train
+    train(config)
 
 
 if __name__ == "__main__":

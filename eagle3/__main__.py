@@ -1,24 +1,21 @@
 """`python -m eagle3 SUBCOMMAND`: the commands beside extract, train and evaluate."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 
-from eagle3.cli import run_command
+from eagle3.cli import loading, run_command
 from eagle3.config import UserError
-from eagle3.evaluation import compare, prompt_report, question_sets, simulation
-from eagle3.evaluation.doctor import command as doctor
-from eagle3.features import commands as features
-from eagle3.training import sweep
 
-# Each takes its arguments and returns the exit code.
-SUBCOMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "compare": compare.main,
-    "doctor": doctor.main,
-    "features": features.main,
-    "questions": question_sets.main,
-    "simulate": simulation.main,
-    "sweep": sweep.main,
-    "prompts": prompt_report.main,
+# The module of each, which is imported when it is called; its `main` takes the arguments and returns the exit code.
+SUBCOMMANDS = {
+    "compare": "eagle3.evaluation.compare",
+    "doctor": "eagle3.evaluation.doctor.command",
+    "features": "eagle3.features.commands",
+    "questions": "eagle3.evaluation.question_sets",
+    "simulate": "eagle3.evaluation.simulation",
+    "sweep": "eagle3.training.sweep",
+    "prompts": "eagle3.evaluation.prompt_report",
 }
 
 
@@ -45,7 +42,9 @@ def run_subcommand(argv: Sequence[str]) -> None:
         return
     if name not in SUBCOMMANDS:
         raise UserError(f"a subcommand must be one of {', '.join(sorted(SUBCOMMANDS))}, got {name}")
-    sys.exit(SUBCOMMANDS[name](argv[1:]))
+    with loading():
+        subcommand = import_module(SUBCOMMANDS[name])
+    sys.exit(subcommand.main(argv[1:]))
 
 
 if __name__ == "__main__":

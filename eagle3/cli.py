@@ -4,11 +4,16 @@ import argparse
 import logging
 import os
 import select
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 
 from eagle3.config import UserError
 from eagle3.files import FULL
+
+INTERRUPTED = "interrupted\n"
 
 
 def command_parser(description: str, default_config: str) -> argparse.ArgumentParser:
@@ -70,8 +75,29 @@ def run_command(main: Callable[[], None]) -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        sys.stderr.write(INTERRUPTED)
         sys.exit(130)
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Answers Ctrl-C with the same word and exit code while a block imports what takes seconds, torch above all.
+
+    An exception would not do: an import may swallow it, or make another one of it.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, or another's
+        yield
+        return
+    signal.signal(signal.SIGINT, _leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    os.write(sys.stderr.fileno(), INTERRUPTED.encode())
+    os._exit(130)  # nothing has been begun
 
 
 def _is_unread(descriptor: int) -> bool:

@@ -3,13 +3,15 @@
 import errno
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from conftest import REPOSITORY
 
-from eagle3.cli import command_parser, parse_arguments, run_command
+from eagle3.cli import command_parser, loading, parse_arguments, run_command
 from eagle3.config import UserError
 
 
@@ -37,6 +39,44 @@ def test_an_interrupt_ends_with_a_word(capsys: pytest.CaptureFixture[str]) -> No
         run_command(main)
     assert exit_info.value.code == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize("command", [["train.py"], ["extract.py"], ["evaluate.py"], ["-m", "eagle3", "compare"]])
+def test_an_interrupt_while_torch_is_imported_ends_with_the_same_word(tmp_path: Path, command: list[str]) -> None:
+    """A module in its place says when it is imported, and takes an exception for its own."""
+    (tmp_path / "torch.py").write_text(
+        "import time\nprint('importing', flush=True)\ntry:\n    time.sleep(60)\nexcept BaseException:\n    pass\n"
+    )
+    # As in a shell's foreground: a background one would have it ignored.
+    script = (
+        "import os, signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\nos.execv(sys.executable, "
+        "[sys.executable, *sys.argv[1:]])"
+    )
+    settings = {"train.py": ["target.path=x", "data.path=x"], "extract.py": ["target.path=x", "store.path=x"]}
+    arguments = [*command, *settings.get(command[0], [])]
+    with subprocess.Popen(
+        [sys.executable, "-c", script, *arguments],
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60) == ("", "interrupted\n")
+    assert process.returncode == 130
+
+
+def test_an_interrupt_that_is_ignored_stays_so_while_imports_last() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with loading():
+            os.kill(os.getpid(), signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_file_that_the_system_refuses_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

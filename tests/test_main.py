@@ -1,5 +1,9 @@
 """`python -m eagle3 SUBCOMMAND` finds its subcommand."""
 
+import sys
+from importlib import import_module
+from types import SimpleNamespace
+
 import pytest
 
 from eagle3 import __main__ as entry
@@ -13,8 +17,15 @@ def test_an_unknown_subcommand_names_the_known_ones() -> None:
         entry.run_subcommand([])
 
 
+@pytest.mark.parametrize("module", entry.SUBCOMMANDS.values())
+def test_every_subcommand_is_there_and_says_what_it_takes(module: str) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        import_module(module).main(["--help"])
+
+
 def test_a_subcommands_answer_is_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(entry.SUBCOMMANDS, "count", len)
+    monkeypatch.setitem(sys.modules, "count", SimpleNamespace(main=len))
+    monkeypatch.setitem(entry.SUBCOMMANDS, "count", "count")
     with pytest.raises(SystemExit) as exit_info:
         entry.run_subcommand(["count", "a", "b"])
     assert exit_info.value.code == 2

@@ -15,6 +15,7 @@ DEMO = "benchmarks/results/demo.json"
 TRAIN = "benchmarks/results/train.json"
 PROMPTS = "benchmarks/results/prompts.json"
 COMPARE = "benchmarks/results/compare.json"
+VLLM = "benchmarks/results/vllm.json"
 
 
 def demo_lines(result: dict[str, Any]) -> list[str]:
@@ -107,3 +108,13 @@ def test_prompt_figures_are_those_of_the_json() -> None:
         f"held {resident[0]:,.0f} MiB after the first tenth and {resident[-1]:,.0f} at the end",
     ):
         assert line in text, f"README.md must have {line!r}"
+
+
+def test_what_vllm_accepted_is_what_the_json_says() -> None:
+    result = json.loads((ROOT / VLLM).read_text(encoding="utf-8"))
+    assert f"commit {result['commit'][:7]}, {result['date']}; `{VLLM}`" in readme()
+    for row in result["rows"]:
+        assert f"| {row['served']} | {row['num_tokens']:,} | {row['rounds']:.0f} | {row['tau']:.3f} |" in readme()
+    served_four, served_one, decoded, without = (row["rounds"] for row in result["rows"])
+    assert served_four == served_one == decoded < without
+    assert all(row["rounds_vllm"] == row["rounds_decoder"] for row in result["other_drafters"])

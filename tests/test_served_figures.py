@@ -8,7 +8,6 @@ from figures import ROOT, experiments, readme
 SERVED = "benchmarks/results/served.json"
 SERVED_7 = "benchmarks/results/served_7.json"
 SIMULATE = "benchmarks/results/simulate.json"
-VLLM = "benchmarks/results/vllm.json"
 
 
 def served_lines(result: dict[str, Any]) -> list[str]:
@@ -99,13 +98,3 @@ def test_the_simulators_speed_is_that_of_the_json() -> None:
     for row in result["rows"]:
         assert f"| {row['setting']} | {row['seconds']:.2f} | {row['tokens_per_second']:,.0f} |" in text
     assert f"{result['rows'][0]['tokens_per_second'] / 1e6:.1f} M tokens/s" in readme()
-
-
-def test_what_vllm_accepted_is_what_the_json_says() -> None:
-    result = json.loads((ROOT / VLLM).read_text(encoding="utf-8"))
-    assert f"commit {result['commit'][:7]}, {result['date']}; `{VLLM}`" in readme()
-    for row in result["rows"]:
-        assert f"| {row['served']} | {row['num_tokens']:,} | {row['rounds']:.0f} | {row['tau']:.3f} |" in readme()
-    served_four, served_one, decoded, without = (row["rounds"] for row in result["rows"])
-    assert served_four == served_one == decoded < without
-    assert all(row["rounds_vllm"] == row["rounds_decoder"] for row in result["other_drafters"])

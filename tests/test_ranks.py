@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tiny_training import write_store
 from training_runs import (
     EXACT,
     LAUNCH,
@@ -28,6 +29,7 @@ from training_runs import (
 )
 
 from eagle3.config import TrackingConfig, TrainConfig
+from eagle3.features.store import FeatureStore
 from eagle3.training.trainer import train
 
 
@@ -61,6 +63,18 @@ def test_one_large_batch_equals_two_ranks_with_deepspeed(
     shutil.rmtree(tmp_path / "run" / f"step-{STEPS:06d}")
     resumed = train(with_run(config, deepspeed=None, resume=str(tmp_path / "run")))
     assert_same_training(resumed, undisturbed)
+
+
+def test_two_ranks_share_one_sample(base: TrainConfig, tmp_path: Path) -> None:
+    """One to train on in a step that asks for five, longer than a micro-batch; one is held out."""
+    store = write_store(tmp_path / "store", Path(base.target.path), num_samples=2)
+    assert [len(indices) for indices in FeatureStore(store).split(0.5)] == [1, 1]
+    data = dataclasses.replace(base.data, path=str(store), held_out_share=0.5, batch_tokens=5)
+    config = dataclasses.replace(with_run(base, dir=str(tmp_path / "run"), deepspeed="zero2"), data=data)
+    facts = launch_worker(TWO_RANKS, config, tmp_path)
+    assert [each["num_steps"] for each in facts] == [STEPS] * 2
+    alone = train(with_run(config, dir=str(tmp_path / "alone"), deepspeed=None))
+    assert_same_training(tmp_path / "run", alone)
 
 
 def test_deepspeed_in_bf16_adds_up_micro_steps(base: TrainConfig, tmp_path: Path) -> None:

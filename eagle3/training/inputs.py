@@ -4,7 +4,6 @@ Everything here is done before the ranks meet: reading a large store takes longe
 """
 
 import logging
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -27,16 +26,11 @@ from eagle3.features.manifest import check_same_target
 from eagle3.features.store import FeatureStore
 from eagle3.prompts.tokenizers import kept_token_ids, load_tokenizer, tokenizer_digest
 from eagle3.training.batches import usable_samples
+from eagle3.training.settings import check_settings
 
 logger = logging.getLogger(__name__)
 
-DRAFT_SIZES = ("draft_vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 CEILING_SAMPLES = 500  # enough for two digits of tau, in a second
-MAX_LEARNING_RATE = 1e3  # far above any that trains; the first step's of AdamW, ten times this, must fit fp32
-MAX_MINUTES = 1e6  # two years; what torch counts a timeout in has an end
-# Step 64 weighs 0.8 ** 63, next to nothing; and by then 8,192 supervised tokens at D 7168 take 110 GiB of a GPU.
-MAX_TTT_STEPS = 64
-MAX_SEED = 2**32  # times the stride between epochs, it is within torch's 64 bits
 
 
 @dataclass(frozen=True)
@@ -110,78 +104,6 @@ def _log_ceiling(vocab: DraftVocab, store: FeatureStore, indices: list[int], num
             "lost to the rest (%d answers)",
             ceiling.tau, ceiling.full_tau, num_draft_tokens, 100 * ceiling.lost, len(answers),
         )  # fmt: skip
-
-
-def check_settings(config: TrainConfig) -> None:
-    """Compares settings with what can be trained.
-
-    Raises:
-        UserError: names all that cannot.
-    """
-    at_least_one = {
-        "data.samples_per_step": config.data.samples_per_step,
-        "data.batch_tokens": config.data.batch_tokens,
-        "objective.ttt_steps": config.objective.ttt_steps,
-        "run.epochs": config.run.epochs,
-        "run.max_steps": 1 if config.run.max_steps is None else config.run.max_steps,
-        "run.save_every": config.run.save_every,
-        "run.validate_every": config.run.validate_every,
-        "run.log_every": config.run.log_every,
-        "run.keep_last": config.run.keep_last,
-        "run.keep_best": config.run.keep_best,
-        "run.patience": 1 if config.run.patience is None else config.run.patience,
-        "data.max_tokens": config.data.max_tokens,
-        "data.shuffle_shards": config.data.shuffle_shards,
-        "data.read_threads": config.data.read_threads,
-        "data.prefetch_steps": config.data.prefetch_steps,
-    }
-    sizes = {f"draft.{name}": getattr(config.draft, name) for name in DRAFT_SIZES}
-    at_least_one |= {name: size for name, size in sizes.items() if size is not None}
-    problems = [f"  {name} must be at least 1, got {value}" for name, value in at_least_one.items() if value < 1]
-    optimizer = config.optimizer
-    above_zero = {
-        "objective.ttt_decay": config.objective.ttt_decay,
-        "optimizer.learning_rate": optimizer.learning_rate,
-        "optimizer.max_grad_norm": optimizer.max_grad_norm,
-        "run.timeout": config.run.timeout,
-        "run.stop_after": 1.0 if config.run.stop_after is None else config.run.stop_after,
-    }
-    problems += [f"  {name} must be above 0, got {value}" for name, value in above_zero.items() if not value > 0]
-    objective = config.objective
-    at_most = {
-        "objective.ttt_steps": (objective.ttt_steps, MAX_TTT_STEPS),
-        "objective.ttt_decay": (objective.ttt_decay, 1),
-        "optimizer.learning_rate": (optimizer.learning_rate, MAX_LEARNING_RATE),
-        "run.timeout": (config.run.timeout, MAX_MINUTES),
-    }
-    problems += [
-        f"  {name} must be at most {limit:g}, got {value}" for name, (value, limit) in at_most.items() if value > limit
-    ]
-    if objective.drop_rejected and objective.count == "per_step":
-        # How many rows are left is known when all micro-batches are done, and what to divide by before the first one.
-        problems.append("  objective.count must be step0 with objective.drop_rejected=true, got 'per_step'")
-    if not 0 <= optimizer.weight_decay < math.inf:
-        problems.append(f"  optimizer.weight_decay must be 0 or more, got {optimizer.weight_decay}")
-    seeds = {"data.seed": config.data.seed, "run.seed": config.run.seed}
-    problems += [
-        f"  {name} must be from 0 to {MAX_SEED}, got {value}"
-        for name, value in seeds.items()
-        if not 0 <= value <= MAX_SEED
-    ]
-    if (config.draft.head_dim or 0) % 2:
-        problems.append(f"  draft.head_dim must be even, as RoPE turns pairs, got {config.draft.head_dim}")
-    shares = {
-        "data.held_out_share": config.data.held_out_share,
-        "optimizer.min_learning_rate_ratio": optimizer.min_learning_rate_ratio,
-        "optimizer.warmup_ratio": optimizer.warmup_ratio,
-    }
-    problems += [f"  {name} must be from 0 to 1, got {value}" for name, value in shares.items() if not 0 <= value <= 1]
-    if optimizer.ema_decay is not None and not 0 < optimizer.ema_decay < 1:
-        problems.append(f"  optimizer.ema_decay must be between 0 and 1, or null, got {optimizer.ema_decay}")
-    if len(optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in optimizer.betas):
-        problems.append(f"  optimizer.betas must be two numbers from 0 to below 1, got {optimizer.betas}")
-    if problems:
-        raise UserError("some settings cannot be trained with:\n" + "\n".join(problems) + "\nchange them")
 
 
 def split_samples(store: FeatureStore, data: DataConfig) -> tuple[list[int], list[int]]:

@@ -114,30 +114,37 @@ def test_gpu_gives_the_sums_and_gradients_of_the_cpu(samples: list[FeatureSample
         torch.testing.assert_close(gradient.cpu(), expected_gradients[name], rtol=1e-4, atol=1e-4, msg=name)
 
 
+@pytest.mark.parametrize("draft_vocab_size", [100, 128])
+@pytest.mark.parametrize("has_logz", [True, False])
 def test_no_tensor_of_tokens_by_vocabulary(
-    make_sample: Callable[..., FeatureSample], target: TargetWeights, monkeypatch: pytest.MonkeyPatch
+    has_logz: bool, draft_vocab_size: int, make_sample: Callable[..., FeatureSample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither (S, V), nor (S, W), nor (T, T), whatever the number of tokens."""
-    monkeypatch.setattr("eagle3.draft.head.CHUNK_ELEMENTS", {"cpu": 1024})
-    num_tokens = 1200
-    sample = make_sample("long", [0] + [1] * (num_tokens - 1), hidden_size=16, vocab_size=40)
-    sample = replace(sample, target_logz=torch.full((num_tokens - 1,), 5.0))
-    drafter = tiny_drafter(draft_vocab_size=40, head_dim=4, intermediate_size=8)
-    with _LargestRows(40) as seen:
+    """Neither (S, V), nor (S, W), nor their transposes, whatever the number of tokens; nor a flat one as large."""
+    monkeypatch.setattr("eagle3.draft.head.CHUNK_ELEMENTS", {"cpu": 2048})
+    monkeypatch.setattr("eagle3.draft.target_weights.LOGITS_PER_CHUNK", 2048)
+    num_tokens, vocab_size = 600, 128
+    sample = make_sample("long", [0] + [1] * (num_tokens - 1), hidden_size=16, vocab_size=vocab_size)
+    if has_logz:
+        sample = replace(sample, target_logz=torch.full((num_tokens - 1,), 5.0))
+    drafter = tiny_drafter(vocab_size=vocab_size, draft_vocab_size=draft_vocab_size, head_dim=4, intermediate_size=8)
+    target = TargetWeights(torch.randn(vocab_size, 16), torch.randn(vocab_size, 16), torch.ones(16), rms_norm_eps=1e-5)
+    with _LargestTensors((vocab_size, draft_vocab_size)) as seen:
         sums_of(drafter, target, pack([sample])).loss.backward()
-    assert 0 < seen.rows <= 40, seen.rows  # the (W, D) and (V, D) tables have 40 rows themselves
+    assert 0 < seen.rows <= 2048 // draft_vocab_size, seen.rows
+    assert seen.elements <= num_tokens * 48, seen.elements  # the captured states have T x 48, less than half of T x V
 
 
-class _LargestRows(TorchDispatchMode):
-    """Notes the most rows of any tensor whose last dimension is the vocabulary."""
+class _LargestTensors(TorchDispatchMode):
+    """Notes the elements of the largest tensor, and the most rows of one with a vocabulary among its dimensions."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_sizes: tuple[int, ...]) -> None:
         super().__init__()
-        self.vocab_size, self.rows = vocab_size, 0
+        self.vocab_sizes, self.rows, self.elements = vocab_sizes, 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for value in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] == self.vocab_size:
-                self.rows = max(self.rows, value.shape[0])
+            if isinstance(value, Tensor):
+                self.elements = max(self.elements, value.numel())
+                self.rows = max([self.rows, *(value.numel() // n for n in self.vocab_sizes if n in value.shape)])
         return result

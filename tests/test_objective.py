@@ -16,7 +16,7 @@ from torch import Tensor
 from eagle3.draft import context_attention
 from eagle3.draft.head import LossKind
 from eagle3.draft.model import Eagle3Drafter
-from eagle3.draft.objective import _pack_targets
+from eagle3.draft.objective import _pack_targets, _Survivors
 from eagle3.draft.target_weights import TargetWeights, log_normaliser
 from eagle3.draft.ttt import PackedSequences, pack, unroll
 from eagle3.features.record import FeatureSample
@@ -156,7 +156,9 @@ def test_rows_that_are_rejected_leave_as_if_they_weighed_nothing(
     ]
     samples[0] = with_right_chain(samples[0], drafter, target, row=1, length=4)
     samples[0] = with_right_chain(samples[0], drafter, target, row=5, length=2)
-    samples[1] = with_right_chain(samples[1], drafter, target, row=0, length=1)
+    # Right to the last token of their turns: there is nothing to go on with, in the document or behind it.
+    samples[1] = with_right_chain(samples[1], drafter, target, row=0, length=3)
+    samples[1] = with_right_chain(samples[1], drafter, target, row=6, length=2)
     ours = sums_of(drafter, target, pack(samples), drop_rejected=True)
     loop = loop_sums(drafter, target, samples, ttt_steps=STEPS, renormalise=True, drop_rejected=True)
     assert ours.num_counted.tolist() == loop.num_counted
@@ -169,6 +171,12 @@ def test_rows_that_are_rejected_leave_as_if_they_weighed_nothing(
     for name, gradient in gradients(drafter, ours.loss).items():
         scale = float(expected[name].abs().max())
         torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-5 * scale, msg=name)
+
+
+def test_survivors_keep_their_order() -> None:
+    kept = torch.rand(200, generator=torch.Generator().manual_seed(0)) < 0.6
+    rows = torch.arange(7, 607, 3)
+    assert _Survivors(rows, kept).get().tolist() == rows[kept].tolist()
 
 
 def test_no_row_is_left_after_the_first_step(samples: list[FeatureSample], target: TargetWeights) -> None:

@@ -54,7 +54,7 @@ class _DraftAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         num_queries = projected.shape[1] - (0 if chain is None else chain.shape[2])
-        keys, values = context.chunk(2, dim=1)  # (T, n_kv, d)
+        keys, values = context.chunk(2, dim=1)  # (T', n_kv, d)
         with torch.autocast(projected.device.type, enabled=False):
             query = take(projected[:, :num_queries], places.row_of_token)  # (T, n_q, d)
             output_at_tokens, lse = context_forward(query, keys, values, places.documents)

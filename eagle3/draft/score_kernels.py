@@ -1,7 +1,7 @@
 """Scores of the draft head's logits, on a GPU, in Triton.
 
 One program does one row of logits, which is read twice: once for its log-sum-exp, once for everything else.
-`objective` has the same in plain torch, which runs on the CPU and is what the tests compare with.
+`head` has the same in plain torch, which runs on the CPU and is what the tests compare with.
 """
 
 import torch

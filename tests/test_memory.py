@@ -202,6 +202,7 @@ def plan_of(config: DrafterConfig, *, setup: Setup = ALONE, capacity: int = 0, w
         (D7168_FULL, 16384, 0, 0),
         (D7168, 32768, 0, 0),
         (config_of(1024, 4096, 8, 40000), 32767, 16384, 0),
+        (dataclasses.replace(D4096, fc_norm=True), 32767, 28672, 0),  # captured states are most of it
     ],
 )
 def test_the_estimate_is_what_tensors_add_up_to(

@@ -111,9 +111,9 @@ class MemoryPlan:
         hidden, aux = config.hidden_size, config.num_aux * config.hidden_size
         queries = config.num_attention_heads * config.head_dim
         keys_values = 2 * config.num_key_value_heads * config.head_dim
-        # Captured states of this micro-batch and the next one, with their norms; fused ones; what embeddings give;
-        # step-0 keys and values.
-        per_token = (4 if config.fc_norm else 2) * aux + hidden + queries + 2 * keys_values
+        # Captured states of this micro-batch and the next one, and what norms make of this one's; fused ones; what
+        # embeddings give; step-0 keys and values.
+        per_token = (3 if config.fc_norm else 2) * aux + hidden + queries + 2 * keys_values
         # At each step: what the layer reads, its two sums, the head's gradient, queries, attention's output, own keys
         # and values; gate and up. The target's last states, of this micro-batch and the next one.
         per_row = steps * (4 * hidden + 2 * queries + keys_values) + 2 * hidden - keys_values

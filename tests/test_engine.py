@@ -17,7 +17,7 @@ from eagle3.training.distributed import World, start
 from eagle3.training.engine import Engine, TTTModule
 from eagle3.training.inputs import Inputs, load_inputs
 from eagle3.training.memory import MemoryPlan
-from eagle3.training.optimizer_step import take_step
+from eagle3.training.optimizer_step import count_attended, take_step
 from eagle3.training.packs import CodedPack, PackReader
 from eagle3.training.sequence_split import Ranks
 from eagle3.training.stopping import StopSignal
@@ -90,6 +90,22 @@ def test_what_is_made_again_is_the_same(
     assert losses[0] == losses[1]
     for name, tensor in states[0].items():
         torch.testing.assert_close(states[1][name], tensor, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("are_right", [True, False])
+def test_rows_that_leave_attend_to_nothing(base: TrainConfig, are_right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the work that is logged would be that of all rows."""
+    monkeypatch.setattr(
+        "eagle3.draft.objective._is_right", lambda number, chosen, recorded: torch.full_like(chosen, are_right).bool()
+    )
+    steps = base.objective.ttt_steps
+    engine, _, batch = make_engine(
+        dataclasses.replace(base, objective=dataclasses.replace(base.objective, drop_rejected=True))
+    )
+    attended = count_attended(batch.packs, steps)
+    assert attended[1] > 0
+    result = take_step(engine, batch, learning_rate=1e-3)
+    assert result.num_attended == float(attended.sum() if are_right else attended[0])
 
 
 def test_small_updates_do_not_vanish_under_autocast(base: TrainConfig) -> None:

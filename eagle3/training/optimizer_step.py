@@ -54,7 +54,7 @@ class StepResult:
     sums: MetricSums
     grad_norm: float  # before clipping
     stop_requested: bool  # by any rank
-    num_attended: float  # keys that rows saw, added up over rows, draft steps and ranks
+    num_attended: float  # step-0 keys that rows saw, added up over rows, draft steps and ranks
     marks: StepMarks  # of this rank
 
 
@@ -90,8 +90,7 @@ def take_step(
     objective, device, size = engine.module.objective, engine.world.device, engine.world.size
     num_real = len(batch.packs) - batch.has_filler
     own = [count(batch.packs[:num_real], objective.ttt_steps) for count in (count_rows, count_attended)]
-    counts = reduce_sum(torch.cat(own).to(device))
-    num_counted, num_attended = counts[:-1], counts[-1]  # (K,), ()
+    num_counted, num_attended = reduce_sum(torch.cat(own).to(device)).chunk(2)  # (K,) each
     met = Mark(device)
     assert num_counted[0] > 0, f"a step must have counted rows, got none in {batch.sample_ids}"
     # Both wrappers average gradients over the ranks; the factor makes that a sum.
@@ -104,7 +103,9 @@ def take_step(
     # One collective and one wait for the device: sums, losses and whether somebody was asked to stop.
     flag = torch.tensor([float(stop_requested)], dtype=torch.float64, device=device)
     summed = reduce_sum(torch.cat([sums.flatten(), losses.flatten(), flag]))
-    total = torch.cat([summed, num_attended[None]]).cpu()
+    # Rows leave wherever they are: those that stayed are taken to see as many keys as the others would have.
+    share_left = summed[: sums.numel()].view_as(sums)[1] / num_counted.clamp(min=1)  # (K,); all are 1 if none leaves
+    total = torch.cat([summed, (num_attended * share_left).sum()[None]]).cpu()
     check_losses(total[sums.numel() : -2].tolist(), batch.sample_ids)
     engine.at("update")
     try:
@@ -154,10 +155,15 @@ def count_rows(packs: Sequence[CodedPack], ttt_steps: int) -> Tensor:  # (K,) fp
     return counts
 
 
-def count_attended(packs: Sequence[CodedPack], ttt_steps: int) -> Tensor:  # (1,) fp64
-    """Returns how many keys the packs' rows see, added up over rows and draft steps."""
-    seen = [(pack.tokens.steps_per_row(ttt_steps) * (pack.tokens.positions.cpu() + 1)).sum() for pack in packs]
-    return torch.tensor([float(sum(seen))], dtype=torch.float64)
+def count_attended(packs: Sequence[CodedPack], ttt_steps: int) -> Tensor:  # (K,) fp64
+    """Returns how many step-0 keys the packs' rows see at each draft step, added up over rows."""
+    counts = torch.zeros(ttt_steps, dtype=torch.float64)
+    for pack in packs:
+        keys = pack.tokens.positions.cpu().double() + 1  # (T,) that a row sees
+        # (K + 1,) of the rows that are counted at 0..K steps, then of those at so many or more.
+        by_steps = torch.bincount(pack.tokens.steps_per_row(ttt_steps), weights=keys, minlength=ttt_steps + 1)
+        counts += by_steps.flip(0).cumsum(0).flip(0)[1:]
+    return counts
 
 
 def check_losses(losses: list[float], sample_ids: list[list[str]]) -> None:

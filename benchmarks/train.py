@@ -15,6 +15,7 @@ import subprocess
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -300,12 +301,18 @@ def main() -> None:
     show(rows)
     if arguments.out is not None:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+        profiled = " --profile DIR" if arguments.profile is not None else ""
+        command = f"python benchmarks/train.py --work {' '.join(arguments.work)} --steps {arguments.steps}{profiled}"
         report = {
-            "command": f"python benchmarks/train.py --work {' '.join(arguments.work)} --steps {arguments.steps}",
+            "command": command,
             "date": time.strftime("%Y-%m-%d"),
             "commit": commit.stdout.strip(),
             "hardware": torch.cuda.get_device_name(0) if torch.cuda.is_available() else platform.processor(),
-            "versions": {"torch": torch.__version__, "cudnn": torch.backends.cudnn.version()},
+            "versions": {
+                "torch": torch.__version__,
+                "cudnn": torch.backends.cudnn.version(),
+                "triton": metadata.version("triton") if torch.cuda.is_available() else None,
+            },
             "rows": rows,
         }
         arguments.out.parent.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ from eagle3.evaluation.tables import TextTable
 
 DEMO = "benchmarks/results/demo.json"
 TRAIN = "benchmarks/results/train.json"
+LOSS_CURVES = "benchmarks/results/loss_curves.json"
 PROMPTS = "benchmarks/results/prompts.json"
 COMPARE = "benchmarks/results/compare.json"
 VLLM = "benchmarks/results/vllm.json"
@@ -74,6 +75,33 @@ def test_training_figures_are_those_of_the_json() -> None:
     assert f"commit {result['commit'][:7]}" in text
     for line in train_lines(result):
         assert line in text, f"README.md must have the line {line!r}"
+
+
+def product_rate(row: dict[str, Any]) -> float:
+    """Returns the TFLOP/s of a step's matrix products: what was multiplied but for the attention of all rows."""
+    shape, seconds = row["shape"], row["ms_per_step"] / 1e3
+    attention = 7 * 7 * row["tokens"] ** 2 / row["documents"] * shape["num_heads"] * shape["head_dim"]
+    multiplied = row["multiplied_share_of_limit"] * 989e12 * seconds
+    return (multiplied - attention) / (row["stages_ms"]["matrix products"] / 1e3) / 1e12
+
+
+def test_sentences_on_training_follow_from_the_json() -> None:
+    rows = {row["work"]: row for row in json.loads((ROOT / TRAIN).read_text(encoding="utf-8"))["rows"]}
+    curves = json.loads((ROOT / LOSS_CURVES).read_text(encoding="utf-8"))
+    rates = [product_rate(row) for row in rows.values() if row["share_of_limit"] is not None]
+    corpus = rows["d4096-corpus"]
+    mean = corpus["tokens"] / corpus["documents"]
+    differences = curves["largest_difference"]
+    dense, fp32, bf16 = (curves["runs"][name]["tau"] for name in ("dense, fp32", "engine, fp32", "engine, bf16"))
+    text = readme()
+    for words in (
+        f"{corpus['documents']} documents of 86 to 2,636 tokens, {mean:.0f} on average",
+        f"Matrix products run at {min(rates):.0f} to {max(rates):.0f} TFLOP/s",
+        f"fp32 within {differences['engine, fp32']:.3%}".replace("%", " %"),
+        f"bf16 within\n{differences['engine, bf16']:.1%}".replace("%", " %"),
+        f"held-out tau {dense:.3f} by the definition, {fp32:.3f} and {bf16:.3f} by the engine",
+    ):
+        assert words in text, f"README.md must have {words!r}"
 
 
 def test_the_comparison_is_what_the_command_printed() -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 # The memory-efficient kernel's mask types, of square and of other masks: the last row of a document sees all its keys.
 CAUSAL, CAUSAL_FROM_THE_END = 1, 2
-# cuDNN compiles a plan, some tenths of a second, for every shape that it is given. Documents as long as they come would
+# cuDNN compiles a plan, about 0.05 s each way, for every shape that it is given. Documents as long as they come would
 # ask for one at every micro-batch; documents cut at a limit, or filled up to one, have this many tokens or a multiple.
 PLANNED_TOKENS = 1024
 HOPPER = 9  # compute capability from which cuDNN's kernels use what FlashAttention-2 does not: wgmma and bulk copies

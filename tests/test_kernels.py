@@ -49,7 +49,8 @@ def assert_near(ours: Any, plain: Any, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_norms(both: Any, dtype: torch.dtype) -> None:
+def test_norms(both: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eagle3.draft.row_kernels.NORM_PROGRAMS", 3)  # of 7 rows one has three, the others two
     states, update, table = (random_tensor(n, 20, dtype=dtype, seed=n) for n in (7, 8, 9))
     update, ids = update[:7], torch.tensor([3, 3, 0, 8, 1, 5, 3], device=DEVICE)
     weight = random_tensor(20, seed=1)
@@ -69,7 +70,8 @@ def test_norms(both: Any, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_row_work(both: Any, dtype: torch.dtype) -> None:
+def test_row_work(both: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eagle3.draft.row_kernels.COLUMNS_PER_PROGRAM", 8)  # rows of 12 and more, the last not full
     gate_up, grad = random_tensor(5, 2 * 12, dtype=dtype), random_tensor(5, 12, dtype=dtype, seed=1)
     heads = random_tensor(5, 19, 6, dtype=dtype)  # more heads than one program does
     angles = random_tensor(30, 3, seed=2)

@@ -147,6 +147,13 @@ def test_head_and_norm_start_as_the_targets() -> None:
     assert drafter.t2d.nonzero().flatten().tolist() == drafter.target_ids.tolist()
 
 
+def test_a_vocabulary_of_another_size_than_the_targets_is_refused() -> None:
+    drafter, target = make_drafter(0, init_from_target=False)
+    vocab = build_draft_vocab(torch.arange(101), 40, [3])
+    with pytest.raises(UserError, match=r"vocab_size must be the target's 100, got 101; restore its manifest\.json"):
+        init_drafter(drafter, target, vocab, seed=0, init_from_target=True)
+
+
 def test_weights_depend_on_the_seed_alone() -> None:
     torch.manual_seed(1)
     first, _ = make_drafter(0, init_from_target=False)

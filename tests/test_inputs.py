@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import logging
+import random
+import shutil
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +16,7 @@ from tiny_training import tiny_config, write_store, write_target_and_store
 from eagle3.config import TrainConfig, UserError
 from eagle3.draft.draft_vocab import DraftVocab, tau_ceiling
 from eagle3.draft.target_weights import load_target_weights
+from eagle3.features.commands import main as features
 from eagle3.features.store import FeatureStore
 from eagle3.features.writer import FeatureWriter
 from eagle3.training.inputs import device_weights, largest_micro_batch, load_inputs
@@ -161,3 +164,26 @@ def test_every_end_token_of_the_target_can_be_drafted(base: TrainConfig, tmp_pat
     drafted = set(inputs.drafter.target_ids.tolist())
     assert {2, 317, 319} <= drafted
     assert 318 not in drafted
+
+
+def test_no_changed_byte_of_a_manifest_makes_a_traceback(base: TrainConfig, tmp_path: Path) -> None:
+    """Digits of its numbers, and bytes anywhere: verify and training read on, or say in a sentence what is wrong."""
+    store = Path(shutil.copytree(base.data.path, tmp_path / "store"))
+    manifest, chosen = store / "manifest.json", random.Random(0)
+    whole = manifest.read_bytes()
+    numbers = [whole.index(name) + at for name in (b'"vocab_size": 3', b'"hidden_size": 6') for at in range(14, 17)]
+    places = [*numbers, *chosen.sample(range(len(whole)), 30)]
+    num_refused = 0
+    for place in places:
+        changed = bytearray(whole)
+        # What a number, a name or a bracket may turn into and still be JSON; and any byte.
+        changed[place] = (
+            chosen.choice(b'-.0123456789eFI_"[]{},') if place % 2 else whole[place] ^ chosen.randrange(1, 256)
+        )
+        manifest.write_bytes(changed)
+        assert features(["verify", str(store)]) in (0, 1), place
+        try:
+            load_inputs(with_data(base, path=str(store)))
+        except UserError:
+            num_refused += 1
+    assert num_refused > len(places) / 2

@@ -69,8 +69,16 @@ def init_drafter(
     rows of the drafted tokens, and the final norm as the target's: the drafter then knows words before it knows any
     context.
 
+    Raises:
+        UserError: the draft vocabulary is of another number of target tokens, as the manifest of its store may say.
+
     Source of the scale: torch's nn.Linear, with which EAGLE's own code trains (eagle/model/cnets.py).
     """
+    if draft_vocab.t2d.numel() != drafter.config.vocab_size:
+        raise UserError(
+            f"a store's vocab_size must be the target's {drafter.config.vocab_size}, got {draft_vocab.t2d.numel()}; "
+            f"restore its manifest.json from a copy"
+        )
     drafter.set_draft_vocab(draft_vocab.d2t, draft_vocab.t2d)
     generator = torch.Generator().manual_seed(seed)
     for parameter in drafter.parameters():

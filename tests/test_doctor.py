@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from broken_drafters import BROKEN, EXPORTED, IDS, change_config, change_weights, missing_norm, write_as_others_do
-from test_served import INFO, Reply, running_server
+from json_servers import Reply
+from test_served import INFO, running_server
 from tiny_drafters import LAYERS, write_fitted_drafter
 from torch import Tensor
 from transformers import AutoModelForCausalLM

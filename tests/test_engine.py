@@ -21,7 +21,7 @@ from eagle3.training.optimizer_step import count_attended, take_step
 from eagle3.training.packs import CodedPack, PackReader
 from eagle3.training.sequence_split import Ranks
 from eagle3.training.stopping import StopSignal
-from eagle3.training.validation import validate
+from eagle3.training.validation import Validation, validate
 from eagle3.training.watch import Watch
 
 
@@ -178,6 +178,13 @@ def test_an_optimizer_without_room_says_so(base: TrainConfig, monkeypatch: pytes
         take_step(engine, batch, learning_rate=1e-3)
 
 
+def validated(engine: Engine, inputs: Inputs, *, batch_tokens: int, step: int = 0) -> Validation | None:
+    return validate(
+        engine, inputs.store, inputs.held_out_indices, batch_tokens=batch_tokens, bars=Progress(disable=True),
+        stop=StopSignal(), watch=Watch(engine.world, timeout=1.0), step=step,
+    )  # fmt: skip
+
+
 def test_a_validation_without_room_names_its_samples(base: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, inputs, _ = make_engine(base)
 
@@ -186,10 +193,7 @@ def test_a_validation_without_room_names_its_samples(base: TrainConfig, monkeypa
 
     monkeypatch.setattr(engine.module, "forward", fail)
     with pytest.raises(UserError, match=r"in a validation a micro-batch must fit .*, got \d+ tokens .*'s\d+'"):
-        validate(
-            engine, inputs.store, inputs.held_out_indices, batch_tokens=1000, bars=Progress(disable=True),
-            stop=StopSignal(), watch=Watch(engine.world, timeout=1.0), step=0,
-        )  # fmt: skip
+        validated(engine, inputs, batch_tokens=1000)
 
 
 def test_a_held_out_sample_that_is_not_finite_gives_no_tau(base: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,10 +211,7 @@ def test_a_held_out_sample_that_is_not_finite_gives_no_tau(base: TrainConfig, mo
     monkeypatch.setattr(PackReader, "read", read_damaged)
     name = inputs.store.entries[victim].sample_id
     with pytest.raises(FloatingPointError, match=rf"held-out loss must be finite, .* at step 7 \(samples '{name}'\);"):
-        validate(
-            engine, inputs.store, inputs.held_out_indices, batch_tokens=20, bars=Progress(disable=True),
-            stop=StopSignal(), watch=Watch(engine.world, timeout=1.0), step=7,
-        )  # fmt: skip
+        validated(engine, inputs, batch_tokens=20, step=7)
 
 
 def test_ranks_begin_as_many_parts_of_a_validation(base: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,16 +251,7 @@ def test_held_out_tau_does_not_depend_on_how_samples_are_packed(base: TrainConfi
         take_step(engine, batch, learning_rate=1e-2)
     found = []
     for batch_tokens in (20, 1000):
-        validation = validate(
-            engine,
-            inputs.store,
-            inputs.held_out_indices,
-            batch_tokens=batch_tokens,
-            bars=Progress(disable=True),
-            stop=StopSignal(),
-            watch=Watch(engine.world, timeout=1.0),
-            step=4,
-        )
+        validation = validated(engine, inputs, batch_tokens=batch_tokens)
         assert validation is not None
         found.append(validation)
     assert found[0].acceptance == found[1].acceptance

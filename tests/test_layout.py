@@ -31,7 +31,7 @@ ALLOWED = {
 ALLOWED_MODULES = {
     "capture.parity": {"draft.target_weights"},
     "capture.importing": {"draft.target_weights"},
-    "capture.inprocess": {"draft.target_weights"},
+    "capture.inprocess": {"draft.whole_target"},
     "evaluation.simulate": {"training.packs", "training.prefetch"},
     "features.commands": {"capture.importing"},
     "features.making": {"capture.foreign", "capture.importing"},

@@ -1,13 +1,12 @@
 """A server's counters become acceptance; its faults become one sentence."""
 
-import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from json_servers import Reply, json_server
 
 from eagle3.config import UserError
 from eagle3.draft.acceptance import summarise
@@ -32,45 +31,18 @@ INFO = {
     "random_seed": 1,
     "watchdog_timeout": 300,
 }
-Reply = tuple[int, Any]  # status and JSON body; a body of None closes the connection without an answer
 
 
 @contextmanager
 def running_server(generate: Callable[[dict[str, Any]], Reply], info: Reply = (200, INFO)) -> Iterator[str]:
     """Serves /server_info and /generate on a free local port; yields the URL."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.reply(info if self.path == "/server_info" else (404, {}))
+    def answer(path: str, body: dict[str, Any]) -> Reply:
+        assert path == "/generate"
+        return generate(body)
 
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            assert self.path == "/generate"
-            self.reply(generate(body))
-
-        def reply(self, reply: Reply) -> None:
-            status, body = reply
-            if body is None:
-                self.close_connection = True
-                return
-            text = json.dumps(body).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with json_server(answer, lambda path: info if path == "/server_info" else (404, {})) as url:
+        yield url
 
 
 def counted(body: dict[str, Any]) -> Reply:

@@ -1,14 +1,12 @@
 """A server that renders otherwise is told, row by row."""
 
-import json
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 from family_tokenizers import family_tokenizer, template_text
+from json_servers import Reply, json_server
 
 from eagle3.config import UserError
 from eagle3.prompts.conversations import Conversation
@@ -31,29 +29,13 @@ ROWS = [
 
 
 @contextmanager
-def tokenizing_server(answer: Callable[[dict[str, Any]], tuple[int, Any]]) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            assert self.path == "/tokenize"
-            status, body = answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            text = json.dumps(body).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
+def tokenizing_server(answer: Callable[[dict[str, Any]], Reply]) -> Iterator[str]:
+    def post(path: str, body: dict[str, Any]) -> Reply:
+        assert path == "/tokenize"
+        return answer(body)
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with json_server(post) as url:
+        yield f"{url}/"
 
 
 def rendered(request: dict[str, Any]) -> list[int]:

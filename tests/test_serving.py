@@ -10,7 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
-from test_served import INFO, Reply
+from json_servers import Reply
+from test_served import INFO
 from test_served import running_server as fake_server
 from tiny_drafters import LAYERS, random_drafter
 from transformers import AutoModelForCausalLM

@@ -1,14 +1,13 @@
 """vLLM's counters become acceptance, in the forms of its 0.32.0; its faults become one sentence."""
 
 import json
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from json_servers import Reply, json_server
 
 from eagle3.config import EvaluateConfig, UserError
 from eagle3.config_file import load_config
@@ -60,37 +59,17 @@ def counted(body: dict[str, Any]) -> tuple[int, Any]:
 def vllm_server(answer: Answer = counted, models: Any = MODELS, version: Any = "0.32.0") -> Iterator[str]:
     """Serves /version, /v1/models and /v1/completions on a free local port; yields the URL."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            known = {"/version": {"version": version}, "/v1/models": models}
-            self.reply((200, known[self.path]) if self.path in known else (404, {"detail": "Not Found"}))
+    known = {"/version": {"version": version}, "/v1/models": models}
 
-        def do_POST(self) -> None:
-            assert self.path == "/v1/completions"
-            self.reply(answer(json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+    def post(path: str, body: dict[str, Any]) -> Reply:
+        assert path == "/v1/completions"
+        return answer(body) or (200, None)
 
-        def reply(self, reply: tuple[int, Any] | None) -> None:
-            if reply is None:
-                self.close_connection = True
-                return
-            text = json.dumps(reply[1]).encode()
-            self.send_response(reply[0])
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
+    def get(path: str) -> Reply:
+        return (200, known[path]) if path in known else (404, {"detail": "Not Found"})
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with json_server(post, get) as url:
+        yield url
 
 
 def test_answers_come_with_their_rounds() -> None:

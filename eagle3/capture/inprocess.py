@@ -12,14 +12,13 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedTokenizerBase
 from transformers.masking_utils import sdpa_mask
 
 from eagle3.capture.engine import Captured, EngineFacts, TopTwo
 from eagle3.capture.generation import BatchDecoder, Generation, grouped_attention
-from eagle3.cli import one_line
 from eagle3.config import RegenerateConfig, TargetConfig, UserError
-from eagle3.draft.target_weights import missing_weights
+from eagle3.draft.whole_target import load_whole_target
 from eagle3.prompts.tokenizers import end_token_ids
 
 ATTENTION_NAME = "eagle3_grouped"
@@ -44,32 +43,12 @@ class TransformersEngine:
         Raises:
             UserError: transformers cannot load it.
         """
-        device = target.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        if device == "cuda" and not torch.cuda.is_available():
-            raise UserError("target.device must be a device of this machine, got 'cuda' without a GPU; use auto or cpu")
-        try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                target.path,
-                dtype=getattr(torch, target.dtype),
-                trust_remote_code=target.trust_remote_code,
-                local_files_only=True,
-                output_loading_info=True,
-            )
-        except Exception as error:  # transformers, safetensors and a model's own code raise whatever they like
-            raise UserError(
-                f"target.path must be a model that transformers loads, got {target.path!r} ({one_line(error)}); "
-                f"complete the directory, or use an engine that knows the model"
-            ) from error
-        model, loading = loaded
-        if loading["missing_keys"]:
-            raise UserError(missing_weights(loading["missing_keys"], target.path))
+        model = load_whole_target(target, advice="use an engine that knows the model")
         if model.config._attn_implementation == "sdpa":
             AttentionInterface.register(ATTENTION_NAME, grouped_attention)
             AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
             model.set_attn_implementation(ATTENTION_NAME)
-        self.model = model.to(device).eval()
+        self.model = model.eval()
         self.tokenizer = tokenizer
         self.capture_layers = list(capture_layers)
         self._batch_tokens = batch_tokens

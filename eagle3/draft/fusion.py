@@ -131,9 +131,8 @@ def rotate(
         rotated = torch.empty_like(heads)
         _kernels().rotate(heads, rotated, num_rotated, positions, *tables, *added, backward=False)
         return rotated
-    cos, sin = tables.cos[positions][:, None], tables.sin[positions][:, None]  # (N, 1, d/2)
     heads = heads + take(added.table[:, added.first : added.first + heads.shape[1]], added.tokens)
-    return torch.cat([apply_rope(heads[:, :num_rotated], cos, sin), heads[:, num_rotated:]], dim=1)
+    return _turn(heads, positions, tables, num_rotated)
 
 
 def rotate_backward(
@@ -148,12 +147,16 @@ def rotate_backward(
         turned = torch.empty_like(grad)
         _kernels().rotate(grad, turned, num_rotated, positions, *tables, *grad_added, backward=True)
         return turned
-    cos, sin = tables.cos[positions][:, None], -tables.sin[positions][:, None]  # (N, 1, d/2)
-    turned = torch.cat([apply_rope(grad[:, :num_rotated], cos, sin), grad[:, num_rotated:]], dim=1)
+    turned = _turn(grad, positions, RopeTables(tables.cos, -tables.sin), num_rotated)
     there = grad_added.tokens >= 0
     table = grad_added.table[:, grad_added.first : grad_added.first + grad.shape[1]]
     table.index_add_(0, grad_added.tokens[there], turned[there].to(table.dtype))
     return turned
+
+
+def _turn(heads: Tensor, positions: Tensor, tables: RopeTables, num_rotated: int) -> Tensor:  # (N, n, d) twice
+    cos, sin = tables.cos[positions][:, None], tables.sin[positions][:, None]  # (N, 1, d/2)
+    return torch.cat([apply_rope(heads[:, :num_rotated], cos, sin), heads[:, num_rotated:]], dim=1)
 
 
 def apply_rope(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # (N, n, d), (N, 1, d/2) -> (N, n, d)

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
-from eagle3.cli import one_line
 from eagle3.config import TargetConfig, UserError
-from eagle3.draft.target_weights import missing_weights
+from eagle3.draft.whole_target import load_whole_target
 from eagle3.features.record import FeatureSample, supervised_rows
 from eagle3.prompts.tokenizers import end_token_ids
 
@@ -154,28 +153,8 @@ def load_local_target(
     Raises:
         UserError: transformers cannot load it.
     """
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("target.device must be a device of this machine, got 'cuda' without a GPU; use auto or cpu")
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            config.path,
-            dtype=getattr(torch, config.dtype),
-            trust_remote_code=config.trust_remote_code,
-            local_files_only=True,
-            output_loading_info=True,
-        )
-    except Exception as error:  # transformers, safetensors and a model's own code raise whatever they like
-        raise UserError(
-            f"target.path must be a model that transformers loads, got {config.path!r} ({one_line(error)}); "
-            f"complete the directory, or serve the model with SGLang and pass --server URL"
-        ) from error
-    model, loading = loaded
-    if loading["missing_keys"]:
-        raise UserError(missing_weights(loading["missing_keys"], config.path))
-    return LocalTarget(model.to(device), capture_layers, end_token_ids(Path(config.path), tokenizer))
+    model = load_whole_target(config, advice="serve the model with SGLang and pass --server URL")
+    return LocalTarget(model, capture_layers, end_token_ids(Path(config.path), tokenizer))
 
 
 def attention_window(text_config: dict[str, Any]) -> int | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from conftest import write_tokenizer
 from safetensors.torch import load_file, save_file
-from tiny_drafters import LAYERS
+from target_stores import LAYERS
 from torch import Tensor
 
 IDS = [boundary - 1 for boundary in LAYERS]  # what SGLang's Llama makes LAYERS of

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 from conftest import random_sample, write_tiny_target
-from tiny_training import tiny_config, write_manifest_and_samples
+from target_stores import write_target_store
+from tiny_training import tiny_config
 
 from eagle3.config import TrainConfig
 from eagle3.draft.questions import Question, read_questions
@@ -27,7 +28,7 @@ RECORD = Path(__file__).with_name("seed_pairs.json")
 def write_store(path: Path, target: Path, num_samples: int = 150) -> Path:
     """Writes samples that follow a rule but for some tokens, more of them in some samples than in others."""
     lm_head = load_target_weights(target).lm_head
-    return write_manifest_and_samples(path, target, [noisy_sample(number, lm_head) for number in range(num_samples)])
+    return write_target_store(path, target, [noisy_sample(number, lm_head) for number in range(num_samples)])
 
 
 def noisy_sample(number: int, lm_head: torch.Tensor) -> FeatureSample:

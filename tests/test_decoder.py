@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_drafters import LAYERS, captured_states, dense_attention, fit_drafter, random_drafter
+from target_stores import LAYERS
+from tiny_drafters import captured_states, dense_attention, fit_drafter, random_drafter
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 

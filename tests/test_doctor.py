@@ -10,8 +10,9 @@ import pytest
 import torch
 from broken_drafters import BROKEN, EXPORTED, IDS, change_config, change_weights, missing_norm, write_as_others_do
 from json_servers import Reply
+from target_stores import LAYERS
 from test_served import INFO, running_server
-from tiny_drafters import LAYERS, write_fitted_drafter
+from tiny_drafters import write_fitted_drafter
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 

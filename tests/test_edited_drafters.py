@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_drafters import LAYERS, random_drafter
+from target_stores import LAYERS
+from tiny_drafters import random_drafter
 from transformers import AutoModelForCausalLM
 
 from eagle3.config import UserError

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_drafters import LAYERS, random_drafter, write_store
+from target_stores import LAYERS, write_target_store
+from tiny_drafters import random_drafter
 from transformers import AutoModelForCausalLM
 
 from eagle3.config import EvaluateConfig, UserError
@@ -151,7 +152,7 @@ def test_a_store_is_simulated_with_and_without_the_target_in_this_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     samples = [make_sample(f"s{i}", [0, 0, 1, 1, 1, 1], seed=i) for i in range(3)]
-    write_store(tmp_path / "store", tiny_target, samples)
+    write_target_store(tmp_path / "store", tiny_target, samples)
     both = {"drafter": drafter, "store": tmp_path / "store", "target.path": tiny_target, "target.dtype": "float32"}
     local = evaluate(settings(tmp_path / "local", prompts, timed_prompts=0, **both))
     assert local["simulated_store"]["all_answers"]["num_tokens"] == 12

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_drafters import LAYERS, write_fitted_drafter
+from target_stores import LAYERS
+from tiny_drafters import write_fitted_drafter
 from transformers import AutoModelForCausalLM
 
 from eagle3.config import UserError

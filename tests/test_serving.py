@@ -11,9 +11,10 @@ from unittest import mock
 import pytest
 import torch
 from json_servers import Reply
+from target_stores import LAYERS
 from test_served import INFO
 from test_served import running_server as fake_server
-from tiny_drafters import LAYERS, random_drafter
+from tiny_drafters import random_drafter
 from transformers import AutoModelForCausalLM
 
 from eagle3.capture.server import Server

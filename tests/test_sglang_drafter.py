@@ -11,7 +11,8 @@ import pytest
 import torch
 from conftest import REPOSITORY
 from sglang_servers import server_config
-from tiny_drafters import LAYERS, Fitted, write_fitted_drafter
+from target_stores import LAYERS
+from tiny_drafters import Fitted, write_fitted_drafter
 from transformers import AutoModelForCausalLM
 
 from eagle3.capture.launch import ServerError

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_drafters import LAYERS, captured_states, fit_drafter, random_drafter, write_store
+from target_stores import LAYERS, write_target_store
+from tiny_drafters import captured_states, fit_drafter, random_drafter
 from transformers import AutoModelForCausalLM
 from tree_oracle import Drafting, chain_probs, tree_rounds
 
@@ -203,7 +204,7 @@ def test_a_store_is_simulated_on_its_held_out_samples(
     tmp_path: Path, tiny_target: Path, target: LocalTarget, make_sample: Callable[..., FeatureSample]
 ) -> None:
     samples = [make_sample(f"sample {i}", [0] * 3 + [1] * (5 + i), seed=i) for i in range(12)]
-    write_store(tmp_path / "store", tiny_target, samples)
+    write_target_store(tmp_path / "store", tiny_target, samples)
     drafter = random_drafter(target, 320)
     store = open_store(tmp_path / "store", drafter.config, TargetConfig(str(tiny_target)))
     config = EvaluateConfig(speculation=SpeculationConfig(num_draft_tokens=2), held_out_share=0.5)
@@ -221,7 +222,7 @@ def test_a_store_of_another_capture_is_refused_with_every_difference(
     tmp_path: Path, tiny_target: Path, target: LocalTarget, make_sample: Callable[..., FeatureSample]
 ) -> None:
     others = {"capture_layers": (1, 4, 5), "vocab_size": 400, "tokenizer_digest": "t0", "target_config_digest": "c0"}
-    write_store(tmp_path / "store", tiny_target, [make_sample("a", [0, 1, 1])], **others)
+    write_target_store(tmp_path / "store", tiny_target, [make_sample("a", [0, 1, 1])], **others)
     with pytest.raises(UserError) as error:
         open_store(tmp_path / "store", random_drafter(target, 320).config, TargetConfig(str(tiny_target)))
     first, *differences, advice = str(error.value).splitlines()
@@ -243,7 +244,7 @@ def test_a_store_of_other_weights_is_refused(
     tmp_path: Path, make_target: Callable[..., Path], target: LocalTarget, make_sample: Callable[..., FeatureSample]
 ) -> None:
     one, other = make_target(tmp_path / "one", seed=0), make_target(tmp_path / "other", seed=1)
-    write_store(tmp_path / "store", one, [make_sample("a", [0, 1, 1])])
+    write_target_store(tmp_path / "store", one, [make_sample("a", [0, 1, 1])])
     drafter = random_drafter(target, 320).config
     assert len(open_store(tmp_path / "store", drafter, TargetConfig(str(one)))) == 1
     with pytest.raises(UserError, match=r"target_revision must be '\w+', as captured from .*/one, got '\w+'"):

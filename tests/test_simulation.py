@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_drafters import LAYERS, random_drafter, write_store
+from target_stores import LAYERS, write_target_store
+from tiny_drafters import random_drafter
 from transformers import AutoModelForCausalLM
 
 from eagle3.config import UserError
@@ -24,7 +25,7 @@ def store(
 ) -> Path:
     directory = tmp_path_factory.mktemp("simulation")
     samples = [make_sample(f"s{i}", [0] * 3 + [1] * (6 + i), seed=i) for i in range(10)]
-    write_store(directory / "store", tiny_target, samples)
+    write_target_store(directory / "store", tiny_target, samples)
     model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
     for seed in (0, 1):
         drafter = random_drafter(LocalTarget(model, LAYERS, frozenset()), 320, seed=seed)

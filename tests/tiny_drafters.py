@@ -1,11 +1,10 @@
 """Drafters for tiny targets: random ones, ones fitted to a few answers so that some drafts are right, and a store."""
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
+from target_stores import LAYERS, write_target_store
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -14,37 +13,8 @@ from eagle3.draft.model import DrafterConfig, Eagle3Drafter
 from eagle3.draft.target_weights import load_target_config
 from eagle3.evaluation.decoder import decode
 from eagle3.evaluation.target import LocalTarget
-from eagle3.features.manifest import Manifest, digest_target_config, digest_target_weights
-from eagle3.features.record import FeatureSample
-from eagle3.features.writer import FeatureWriter
 from eagle3.prompts.rendering import ChatRenderer
 from eagle3.prompts.tokenizers import load_tokenizer, tokenizer_digest
-
-LAYERS = (2, 4, 5)
-
-
-def write_store(path: Path, target: Path, samples: list[FeatureSample], **changes: Any) -> None:
-    """Writes a store of the target's features that these drafters read; `changes` replace entries of its manifest."""
-    manifest = Manifest(
-        target_path=str(target),
-        target_config_digest=digest_target_config(target),
-        target_revision=digest_target_weights(target),
-        target_quantization=None,
-        engine="transformers",
-        engine_version="5",
-        capture_layers=LAYERS,
-        dtype="float32",
-        codec="fp32",
-        hidden_size=64,
-        vocab_size=320,
-        tokenizer_digest=tokenizer_digest(load_tokenizer(str(target), trust_remote_code=False)),
-        chat_template_digest="0",
-        prompts_digest="0",
-        last_rows="supervised",
-    )
-    with FeatureWriter(path, dataclasses.replace(manifest, **changes), shard_bytes=2**20) as writer:
-        for sample in samples:
-            writer.write(sample)
 
 
 @dataclass(frozen=True)
@@ -80,7 +50,7 @@ def write_fitted_drafter(directory: Path, target_path: Path, target: LocalTarget
         target.features(f"s{i}", prompt, answer.token_ids)
         for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
     ]
-    write_store(directory / "store", target_path, samples, chat_template_digest=digests["chat_template_digest"])
+    write_target_store(directory / "store", target_path, samples, chat_template_digest=digests["chat_template_digest"])
     config = load_target_config(target_path)
     export_drafter(
         drafter, directory / "drafter", target_config=config, card="", dtype=torch.float32, trained_on=digests

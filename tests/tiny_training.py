@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from conftest import random_sample, write_tiny_target
+from target_stores import LAYERS, write_target_store
 
 from eagle3.config import (
     DataConfig,
@@ -17,12 +18,8 @@ from eagle3.config import (
     TrainConfig,
 )
 from eagle3.draft.target_weights import load_target_weights, log_normaliser
-from eagle3.features.manifest import Manifest, digest_target_config, digest_target_weights
 from eagle3.features.record import FeatureSample
-from eagle3.features.writer import FeatureWriter
-from eagle3.prompts.tokenizers import load_tokenizer, tokenizer_digest
 
-LAYERS = (2, 4, 5)
 CYCLE = 24  # distinct answer tokens
 # Prompt and answer lengths of the samples, in turns; the last has a second answer.
 MASKS = [[0] * 5 + [1] * 9, [0] * 3 + [1] * 14, [0] * 8 + [1] * 6, [0] * 4 + [1] * 5 + [0] * 3 + [1] * 8]
@@ -39,32 +36,7 @@ def write_store(
             dataclasses.replace(sample, target_logz=log_normaliser(weights, sample.last_hidden_states))
             for sample in samples
         ]
-    return write_manifest_and_samples(path, target, samples)
-
-
-def write_manifest_and_samples(path: Path, target: Path, samples: list[FeatureSample]) -> Path:
-    """Writes a store of the target's features."""
-    manifest = Manifest(
-        target_path=str(target),
-        target_config_digest=digest_target_config(target),
-        target_revision=digest_target_weights(target),
-        target_quantization=None,
-        engine="transformers",
-        engine_version="5.17.0",
-        capture_layers=LAYERS,
-        dtype="float32",
-        codec="fp32",
-        hidden_size=64,
-        vocab_size=320,
-        tokenizer_digest=tokenizer_digest(load_tokenizer(str(target), trust_remote_code=False)),
-        chat_template_digest="m0",
-        prompts_digest="p0",
-        last_rows="supervised",
-    )
-    with FeatureWriter(path, manifest, shard_bytes=2**20) as writer:
-        for sample in samples:
-            writer.write(sample)
-    return path
+    return write_target_store(path, target, samples)
 
 
 def learnable_sample(number: int, lm_head: torch.Tensor, certainty: float = 5.0) -> FeatureSample:

@@ -25,8 +25,10 @@ from eagle3.config import TrainConfig
 from eagle3.config_file import load_config
 from eagle3.training import trainer
 from eagle3.training.batches import StepBatch
+from eagle3.training.checkpoints import TrainState
 from eagle3.training.engine import Engine
 from eagle3.training.optimizer_step import StepResult, take_step
+from eagle3.training.saves import Saver
 
 
 def main() -> None:
@@ -74,6 +76,14 @@ def main() -> None:
         )
         return result
 
+    save = Saver.save
+
+    def save_whole(saver: Saver, state: TrainState) -> Path:
+        path = save(saver, state)
+        if number == signal.SIGKILL:
+            saver.wait()  # a disk may take longer than the steps to the kill
+        return path
+
     end_training = Accelerator.end_training
 
     def end_noted_training(accelerator: Accelerator) -> None:
@@ -84,6 +94,7 @@ def main() -> None:
     with (
         mock.patch.object(trainer, "take_step", take_noted_step),
         mock.patch.object(Engine, "backward", noted_backward),
+        mock.patch.object(Saver, "save", save_whole),
         mock.patch.object(Accelerator, "end_training", end_noted_training),
     ):
         trainer.train(load_config(TrainConfig, arguments.config, arguments.overrides))

@@ -108,6 +108,19 @@ def test_rows_that_leave_attend_to_nothing(base: TrainConfig, are_right: bool, m
     assert result.num_attended == float(attended.sum() if are_right else attended[0])
 
 
+def test_held_out_rows_stay_whatever_the_objective(base: TrainConfig) -> None:
+    """So that runs can be compared by them."""
+    found = []
+    for drop_rejected in (False, True):
+        objective = dataclasses.replace(base.objective, drop_rejected=drop_rejected)
+        engine, _, batch = make_engine(dataclasses.replace(base, objective=objective))
+        with torch.no_grad():
+            _, sums = engine.module(batch.packs[0].decoded())
+        found.append(sums)
+    assert found[0][1, 1] > 0  # rows that are counted at the second step
+    assert torch.equal(*found)
+
+
 def test_small_updates_do_not_vanish_under_autocast(base: TrainConfig) -> None:
     engine, inputs, batch = make_engine(base, bf16=True)
     before = inputs.drafter.lm_head.weight.clone()

@@ -12,7 +12,9 @@ from eagle3.prompts.tokenizers import load_tokenizer, tokenizer_digest
 LAYERS = (2, 4, 5)
 
 
-def write_target_store(path: Path, target: Path, samples: list[FeatureSample], **changes: Any) -> Path:
+def write_target_store(
+    path: Path, target: Path, samples: list[FeatureSample], *, shard_bytes: int = 2**20, **changes: Any
+) -> Path:
     """Writes a store of a tiny target's features; `changes` replace entries of its manifest."""
     manifest = Manifest(
         target_path=str(target),
@@ -31,7 +33,7 @@ def write_target_store(path: Path, target: Path, samples: list[FeatureSample], *
         prompts_digest="0",
         last_rows="supervised",
     )
-    with FeatureWriter(path, dataclasses.replace(manifest, **changes), shard_bytes=2**20) as writer:
+    with FeatureWriter(path, dataclasses.replace(manifest, **changes), shard_bytes=shard_bytes) as writer:
         for sample in samples:
             writer.write(sample)
     return path

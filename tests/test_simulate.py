@@ -4,6 +4,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -221,7 +222,8 @@ def test_a_store_is_simulated_on_its_held_out_samples(
 def test_a_store_of_another_capture_is_refused_with_every_difference(
     tmp_path: Path, tiny_target: Path, target: LocalTarget, make_sample: Callable[..., FeatureSample]
 ) -> None:
-    others = {"capture_layers": (1, 4, 5), "vocab_size": 400, "tokenizer_digest": "t0", "target_config_digest": "c0"}
+    others: dict[str, Any] = {"capture_layers": (1, 4, 5), "vocab_size": 400}
+    others |= {"tokenizer_digest": "t0", "target_config_digest": "c0"}
     write_target_store(tmp_path / "store", tiny_target, [make_sample("a", [0, 1, 1])], **others)
     with pytest.raises(UserError) as error:
         open_store(tmp_path / "store", random_drafter(target, 320).config, TargetConfig(str(tiny_target)))

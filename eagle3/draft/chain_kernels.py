@@ -178,6 +178,7 @@ def _merge_chain_backward_kernel(
         k = tl.load(chain + at_own, mask=is_dim, other=0.0).to(tl.float32)
         v = tl.load(chain + at_own + at_value, mask=is_dim, other=0.0).to(tl.float32)
         prob = tl.exp(tl.sum(q * k[None, :], axis=1) * scale - row_lse)
+        prob = tl.where(is_head, prob, 0.0)
         grad_score = prob * (tl.sum(g * v[None, :], axis=1) - delta) * scale
         grad_q += grad_score[:, None] * k[None, :]
         grad_k = tl.load(grad_chain + at_own, mask=is_dim, other=0.0).to(tl.float32)

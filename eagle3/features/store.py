@@ -11,12 +11,13 @@ import xxhash
 from torch import Tensor
 
 from eagle3.config import UserError
+from eagle3.features.codec import CodedStates
 from eagle3.features.index import INDEX_NAME, REMAKE, fault_of, load_index, open_shard, verify_store
 from eagle3.features.location import Location
 from eagle3.features.manifest import DTYPES, load_manifest
 from eagle3.features.record import FeatureSample, is_held_out
 from eagle3.features.shard import IndexEntry, Shard, shard_name
-from eagle3.features.stored import StoredSample, decode_sample
+from eagle3.features.stored import StoredSample, coded_states, decode_sample
 
 
 class FeatureStore:
@@ -37,6 +38,7 @@ class FeatureStore:
         self._records = {record.number: record for record in load_index(self.location)}
         self.entries = [entry for record in self._records.values() for entry in record.entries]
         self._shards: dict[int, Shard] = {}
+        self._normalisers: dict[int, Tensor] = {}  # by shard: what it lacks
         self._latest_columns: dict[str, tuple[int, Tensor]] = {}  # by name: a shard's number, and its column
         self._checked: set[int] = set()  # samples whose checksum was right
         self._cache: dict[int, StoredSample] = {}
@@ -116,9 +118,31 @@ class FeatureStore:
         return self._read_column(index, "loss_mask")
 
     def has_normalisers(self, indices: list[int]) -> bool:
-        """Tells whether each of the samples at `indices` has its `target_logz`."""
-        numbers = {self.entries[index].shard for index in indices}
-        return all("target_logz" in self.shard(number).columns for number in numbers)
+        """Tells whether each of the samples at `indices` has its `target_logz`, stored or kept."""
+        return not self.shards_without_normalisers(indices)
+
+    def shards_without_normalisers(self, indices: list[int]) -> list[int]:
+        """Returns the shards of the samples at `indices` that have no `target_logz`, stored or kept."""
+        numbers = sorted({self.entries[index].shard for index in indices} - self._normalisers.keys())
+        return [number for number in numbers if "target_logz" not in self.shard(number).columns]
+
+    def keep_normalisers(self, normalisers: dict[int, Tensor]) -> None:
+        """Keeps in memory what shards lack: by number, (R,) fp32 of all their last states."""
+        self._normalisers |= normalisers
+
+    def normalisers(self, index: int) -> Tensor | None:  # (R,) fp32
+        """Returns a sample's `target_logz`, stored or kept."""
+        entry = self.entries[index]
+        if entry.shard in self._normalisers:
+            first, count = Shard.rows_of("target_logz", entry)
+            return self._normalisers[entry.shard][first : first + count]
+        return self._read_column(index, "target_logz") if "target_logz" in self.shard(entry.shard).columns else None
+
+    def last_states(self, number: int) -> CodedStates:
+        """Reads the last states of a whole shard, as they are stored; no checksum is compared."""
+        shard = self.shard(number)
+        names = [name for name in shard.columns if name.startswith("last_") and name != "last_rows"]
+        return coded_states({name: shard.read_column(name) for name in names}, "last")
 
     def answers(self, index: int) -> list[Tensor]:
         """Returns the ids (N,) of each run of supervised tokens of a sample."""

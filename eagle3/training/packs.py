@@ -112,12 +112,17 @@ class PackReader:
             aux_hidden_states=nothing,
             target_rows=columns["last_rows"].long() + shifts,
             last_hidden_states=nothing,
-            target_logz=columns.get("target_logz"),
+            target_logz=columns["target_logz"] if "target_logz" in columns else self._normalisers(indices),
             sample_ids=tuple(entry.sample_id for entry in entries),
             embeds=self._embeds(columns["input_ids"].long()),
         )
         aux, last = coded_states(columns, "aux"), coded_states(columns, "last")
         return CodedPack(tokens, aux, last, store.dtype, store.manifest.hidden_size)
+
+    def _normalisers(self, indices: Sequence[int]) -> Tensor | None:  # (S,) fp32
+        """Returns what the store keeps beside its shards, if that is all of them."""
+        parts = [part for part in map(self._store.normalisers, indices) if part is not None]
+        return self._pinned(torch.cat(parts)) if len(parts) == len(indices) else None
 
     def _embeds(self, input_ids: Tensor) -> Tensor | None:  # (T,) -> (T, D)
         if self._embed_tokens is None:

@@ -28,6 +28,7 @@ from eagle3.training.faults import LossSpikes, keep_stopped
 from eagle3.training.inputs import Inputs, device_weights, largest_micro_batch, load_inputs
 from eagle3.training.memory import log_plan, plan_memory
 from eagle3.training.model_card import model_card
+from eagle3.training.normalisers import add_normalisers
 from eagle3.training.optimizer_step import StepResult, learning_rate_at, take_step
 from eagle3.training.prefetch import prefetched
 from eagle3.training.progress import StepLog, progress_bars
@@ -88,6 +89,7 @@ def train(config: TrainConfig) -> Path:
 def train_among_ranks(config: TrainConfig, inputs: Inputs, accelerator: Accelerator, world: World) -> Path:
     """Trains as one of the ranks, which have met; returns the run's directory."""
     dtype = TARGET_DTYPES[config.target.dtype]
+    add_normalisers(inputs.store, inputs.train_indices + inputs.held_out_indices, inputs.target, world, dtype)
     target = device_weights(inputs, config.data.embeddings).to(world.device, dtype)
     module = TTTModule(inputs.drafter, target, config.objective, bf16=config.run.mixed_precision == "bf16")
     # As the file has them they stay mapped, so that the ranks of a machine share them.

@@ -136,10 +136,23 @@ def test_the_list_for_vllm_must_mean_the_layers_of_sglangs(
     assert finding.remedy == f"write {list(LAYERS)} there, if vLLM is to serve it"
     change_config(directory, eagle_aux_hidden_state_layer_ids=list(LAYERS))
     assert look(directory, tiny_target).findings == []
+    change_config(directory, eagle_aux_hidden_state_layer_ids=None)
+    (finding,) = look(directory, tiny_target).findings
+    assert finding.what.endswith(f"vLLM may capture others than the {list(LAYERS)} of the training")
+    assert finding.remedy == f"write {list(LAYERS)} there, if vLLM is to serve it"
     change_config(directory, eagle_aux_hidden_state_layer_ids=[1, 2, 3], eagle3=None, eagle_config=None)
     (finding,) = look(directory, tiny_target).findings
     assert finding.what.endswith("[1, 2, 3] beside eagle_config as boundaries, and SGLang will capture [2, 4, 5]")
     assert finding.remedy.startswith("make both lists mean the layers that it was trained on")
+
+
+def test_a_size_that_is_missing_says_nothing_of_the_target(
+    tmp_path: Path, tiny_target: Path, good: tuple[Path, Path]
+) -> None:
+    directory = Path(shutil.copytree(good[0], tmp_path / "drafter"))
+    change_config(directory, hidden_size=None)
+    (finding,) = look(directory, tiny_target).findings
+    assert (finding.name, finding.what[:32]) == ("config-sizes", "config.json has no hidden_size: ")
 
 
 def test_a_drafter_that_knows_nothing_is_told_from_a_weak_one(

@@ -60,9 +60,10 @@ def check_settings(files: DrafterFiles, target: Target) -> list[Finding]:
 
 def _check_sizes(files: DrafterFiles, target_config: Mapping[str, Any]) -> list[Finding]:
     config, findings = files.config, []
-    others = [name for name in ("vocab_size", "hidden_size") if config.get(name) != target_config[name]]
+    # A size that is not there says nothing of the target, and is named with the others that config.json lacks.
+    others = [name for name in ("vocab_size", "hidden_size") if config.get(name) not in (None, target_config[name])]
     if others:
-        seen = ", ".join(f"{name} is {config.get(name)} and the target's {target_config[name]}" for name in others)
+        seen = ", ".join(f"{name} is {config[name]} and the target's {target_config[name]}" for name in others)
         remedy = "take a drafter that was trained for this target"
         findings.append(Finding("other-target", f"{seen}: another target's drafter", remedy))
     if "draft_vocab_size" in config and config["draft_vocab_size"] is None:
@@ -116,7 +117,8 @@ def check_layers(files: DrafterFiles, target_config: Mapping[str, Any]) -> list[
     if trained is not None and trained != served:
         return [layers_differ(ids, served, trained, architecture, "it was trained on")]
     vllms = files.config.get(LAYER_IDS_KEY)
-    if vllms is not None and vllms != served:
+    # Drafters of others mostly lack vLLM's list and are served elsewhere; our exporter always writes it.
+    if vllms != served and (vllms is not None or trained is not None):
         return [_engines_differ(vllms, served, trained is not None)]
     if trained is not None:
         return []
@@ -133,6 +135,9 @@ def check_layers(files: DrafterFiles, target_config: Mapping[str, Any]) -> list[
 
 def _engines_differ(vllms: Any, served: list[int], is_known: bool) -> Finding:
     """Says that vLLM will capture other boundaries than SGLang does; `is_known`: those that SGLang does are right."""
+    if vllms is None:
+        what = f"config.json has no {LAYER_IDS_KEY} beside eagle_config: vLLM may capture others than the {served}"
+        return Finding("layer-ids", f"{what} of the training", f"write {served} there, if vLLM is to serve it")
     what = f"vLLM takes {LAYER_IDS_KEY}: {vllms} beside eagle_config as boundaries, and SGLang will capture {served}"
     if is_known:
         return Finding("layer-ids", f"{what}, as in training", f"write {served} there, if vLLM is to serve it")

@@ -227,5 +227,5 @@ def test_the_command_ends_with_one_sentence_on_a_users_mistake(tmp_path: Path, p
         check=False,
     )
     assert done.returncode == 2, done.stderr
-    assert done.stderr.splitlines()[-1].startswith("error: --server must be the URL of a running SGLang server, got no")
+    assert done.stderr.splitlines()[-1].startswith("error: --server must be the URL of a running server, got no answer")
     assert "Traceback" not in done.stderr

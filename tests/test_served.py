@@ -144,7 +144,7 @@ def test_version_and_flags_are_recorded() -> None:
 def test_no_server_at_the_url() -> None:
     with running_server(counted) as url:
         pass
-    with pytest.raises(UserError, match=f"--server must be the URL of a running SGLang server, got no answer .*{url}"):
+    with pytest.raises(UserError, match=f"--server must be the URL of a running server, got no answer .*{url}"):
         SGLangClient(url, 8).facts()
 
 

@@ -173,7 +173,9 @@ def test_what_is_no_sglang_server_is_refused() -> None:
         with pytest.raises(ServerError, match=r"must answer /generate, got 400: (.|\n)*no such thing"):
             server.post("/generate", {}, timeout_seconds=10)
         http.shutdown()
-    with pytest.raises(ServerError, match="must be an SGLang server, got ConnectionError"):
+    with pytest.raises(
+        ServerError, match=r"must be a running SGLang server, got no answer \(ConnectionError\); start it"
+    ):
         server.facts()
 
 

@@ -92,6 +92,11 @@ class Server:
                 max_tokens=info["max_req_input_len"] - 1,  # SGLang takes prompts of fewer
                 settings=info,
             )
+        except (requests.ConnectionError, requests.Timeout) as error:
+            raise ServerError(
+                f"{self.url} must be a running SGLang server, got no answer ({type(error).__name__}); "
+                f"start it, wait until it is ready, and check server.urls"
+            ) from error
         except (requests.RequestException, KeyError) as error:
             raise ServerError(f"{self.url} must be an SGLang server, got {error!r}; check server.urls") from error
 

@@ -119,7 +119,7 @@ class SGLangClient:
                 response = requests.get(self.url + endpoint, timeout=INFO_TIMEOUT_SECONDS)
             except requests.RequestException as error:
                 raise UserError(
-                    f"--server must be the URL of a running SGLang server, got no answer from {self.url!r} "
+                    f"--server must be the URL of a running server, got no answer from {self.url!r} "
                     f"({type(error).__name__}); start the server, wait until it is ready, and check the URL"
                 ) from None
             if response.ok:

@@ -294,3 +294,6 @@ def test_files_that_would_run_code_or_are_none_are_refused(tmp_path: Path, monke
         UserError, match=r"ids, mask and states must be equally many, got .*\[4, 4, 8\].*c\.safetensors"
     ):
         read_foreign(tmp_path / "c.safetensors")
+    save_file({f"model.{number}": torch.zeros(2) for number in range(9)}, tmp_path / "d.safetensors")
+    with pytest.raises(UserError, match=r"one sequence: .*, model\.5 \[2\], 3 more \(.*d\.safetensors\); move such"):
+        read_foreign(tmp_path / "d.safetensors")

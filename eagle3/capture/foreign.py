@@ -17,6 +17,7 @@ from torch import Tensor
 
 from eagle3.config import UserError
 
+SHOWN_TENSORS = 6  # of a file that is none of features: a model's has hundreds
 SUFFIXES = {".ckpt": "SpecForge", ".ckpt.gz": "SpecForge", ".safetensors": "vLLM"}
 
 
@@ -129,4 +130,6 @@ def _shapes(values: object) -> str:
     if not isinstance(values, dict):
         return type(values).__name__
     kinds = {name: list(one.shape) if isinstance(one, Tensor) else type(one).__name__ for name, one in values.items()}
-    return ", ".join(f"{name} {kind}" for name, kind in kinds.items())
+    shown = [f"{name} {kind}" for name, kind in kinds.items()]
+    more = [f"{len(shown) - SHOWN_TENSORS} more"] if len(shown) > SHOWN_TENSORS else []
+    return ", ".join([*shown[:SHOWN_TENSORS], *more])

@@ -139,6 +139,8 @@ def test_another_file_is_named(tmp_path: Path, text: str, said: str) -> None:
 def test_a_file_goes_with_one_set(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--from must go with one set, got gsm8k, math"):
         main(["gsm8k", "math", "--from", "a.jsonl", "--out", "b.jsonl"])
+    with pytest.raises(UserError, match="--first must be at least 1, got -1; leave it away"):
+        main(["math", "--from", "a.jsonl", "--first", "-1", "--out", "b.jsonl"])
     path = tmp_path / "a.json"
     path.write_text('{"data": []}')
     with pytest.raises(UserError, match=r"a row must be one of gsm8k, with .*, got the fields \['data'\]"):

@@ -89,6 +89,8 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     if arguments.source is not None and len(arguments.set) > 1:
         raise UserError(f"--from must go with one set, got {', '.join(arguments.set)}; write them one by one")
+    if arguments.first is not None and arguments.first < 1:
+        raise UserError(f"--first must be at least 1, got {arguments.first}; leave it away for all questions")
     rows = []
     for name in arguments.set:
         some = list(questions(name, arguments.source or installed_file(name)))[: arguments.first]

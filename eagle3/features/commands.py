@@ -13,6 +13,7 @@ from eagle3.features.making import convert, drop, import_, merge
 
 STORE = "a store: its directory, or a URL that fsspec reads"
 OUT = "the new store's directory; one that the same command began is gone on with"
+OF_NEW_STORE = "of the new store; exact keeps the target's own bf16 or fp32 numbers"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -68,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
         help="file: that of the files; all: every token is taken for the target's (default: %(default)s)",
     )
     command.add_argument(
-        "--codec", choices=get_args(CodecName), default="exact", help="of the new store (default: %(default)s)"
+        "--codec", choices=get_args(CodecName), default="exact", help=f"{OF_NEW_STORE} (default: %(default)s)"
     )
     add_shard_bytes(command)
     command.add_argument("--dry-run", action="store_true", help="run the gates, and write nothing")
@@ -80,7 +81,7 @@ def add_writing_arguments(command: argparse.ArgumentParser, *, codec_is_required
     """Adds what all commands take that write a store."""
     of_sources = "" if codec_is_required else " (default: the sources')"
     command.add_argument(
-        "--codec", choices=get_args(CodecName), required=codec_is_required, help=f"of the new store{of_sources}"
+        "--codec", choices=get_args(CodecName), required=codec_is_required, help=f"{OF_NEW_STORE}{of_sources}"
     )
     add_shard_bytes(command)
     command.add_argument("--dry-run", action="store_true", help="say what would be written, and write nothing")

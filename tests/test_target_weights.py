@@ -260,6 +260,10 @@ def test_missing_directory_is_named(tmp_path: Path) -> None:
             r"as integers of 1 or more, got none for hidden_size",
         ),
         (
+            '{"architectures": ["LlamaForCausalLMEagle3"]}',
+            r"must be a target's directory, got a drafter's .*\['LlamaForCausalLMEagle3'\]\); give the model",
+        ),
+        (
             '{"hidden_size": 64}',
             "got none for num_hidden_layers, num_attention_heads, vocab_size, max_position_embeddings",
         ),

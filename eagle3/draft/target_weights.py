@@ -102,7 +102,7 @@ def load_target_config(path: Path) -> dict[str, Any]:
     """Returns the language model's part of a target's config.json, with the `architectures` of the whole.
 
     Raises:
-        UserError: the file is missing, is no JSON object, or lacks a size.
+        UserError: the file is missing, is no JSON object, is a drafter's, or lacks a size.
     """
     config_path = path / "config.json"
     try:
@@ -125,6 +125,11 @@ def load_target_config(path: Path) -> dict[str, Any]:
             config.setdefault(key, whole[key])
     # Layer ids are counted by the class that serves, and the outermost name decides which class that is.
     config["architectures"] = whole.get("architectures") or config.get("architectures") or []
+    if "ForCausalLMEagle" in str(config["architectures"]):  # as EAGLE's drafters are called
+        raise UserError(
+            f"target.path must be a target's directory, got a drafter's ({config_path} has the architectures "
+            f"{config['architectures']}); give the model that it drafts for"
+        )
     needed = ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings"]
     missing = [key for key in needed if not isinstance(config.get(key), int) or config[key] < 1]
     if missing:

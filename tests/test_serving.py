@@ -221,7 +221,7 @@ def test_settings_that_cannot_be_served_are_named() -> None:
 def test_pictures_are_asked_for_before_servers_are_started() -> None:
     with mock.patch("importlib.util.find_spec", return_value=None):
         assert check_pictures() == [
-            "the report must have matplotlib for its pictures, got none installed; pip install 'eagle3[compare]'"
+            "the report must have matplotlib for its pictures, got none installed; pip install matplotlib"
         ]
 
 

@@ -50,7 +50,7 @@ def draw(comparison: Comparison) -> bytes:
         from matplotlib.figure import Figure
     except ImportError:
         raise UserError(
-            "a page must have matplotlib for its picture, got none installed; pip install 'eagle3[compare]', "
+            "a page must have matplotlib for its picture, got none installed; pip install matplotlib, "
             "or leave --out away for the tables alone"
         ) from None
     with rc_context({"text.parse_math": False}):  # a run may be called $x$

@@ -15,7 +15,7 @@ def check_pictures() -> list[str]:
     """Returns what keeps pictures from being drawn; asked before any server is started."""
     if importlib.util.find_spec("matplotlib") is not None:
         return []
-    return ["the report must have matplotlib for its pictures, got none installed; pip install 'eagle3[compare]'"]
+    return ["the report must have matplotlib for its pictures, got none installed; pip install matplotlib"]
 
 
 def draw(report: ServingReport) -> dict[str, bytes]:

@@ -90,7 +90,7 @@ class StoreConfig:
 
     path: str  # a directory
     codec: Literal["exact", "int8", "fp8"] = "exact"  # exact: the target's dtype; the others take a byte a number
-    shard_bytes: int = 256 * 2**20  # a shard is written when its samples reach this size; a kill loses at most two
+    shard_bytes: int = 256 * 2**20  # a shard is written when its samples reach this size; a kill loses at most four
     quota_bytes: int | None = None  # stop cleanly, resumable, before the store grows past it; null: free disk only
     num_writers: int = 1  # extractions that fill the store together, each with a share of the same prompts
     writer: int = 0  # which of them this one is, from 0; its logs lie in writer-N/ of the store

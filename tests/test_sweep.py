@@ -87,6 +87,9 @@ def test_a_file_that_is_no_grid_is_refused_with_all_reasons(tmp_path: Path) -> N
     path.write_text("[")
     with pytest.raises(UserError, match=r"a sweep's file must be YAML in UTF-8, got"):
         read_grid(path)
+    for path in (tmp_path, tmp_path / "none.yaml"):
+        with pytest.raises(UserError, match=r"a sweep must be a YAML file, got no file at .*; see configs/sweep/"):
+            main([str(path)])
 
 
 def test_the_command_is_among_eagle3s() -> None:

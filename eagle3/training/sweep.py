@@ -92,6 +92,8 @@ def read_grid(path: Path) -> list[Point]:
 def _read(path: Path) -> dict[str, Any]:
     try:
         sweep = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        raise UserError(f"a sweep must be a YAML file, got no file at {str(path)!r}; see configs/sweep/") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"a sweep's file must be YAML in UTF-8, got {path}: {error}") from error
     if not isinstance(sweep, dict):

@@ -1,12 +1,11 @@
 """Every figure in docs/EXPERIMENTS.md on training, capture and the store is the one in the JSON that it names."""
 
-import json
 from collections.abc import Callable
 from statistics import median
 from typing import Any
 
 import pytest
-from figures import ROOT, experiments, percent
+from figures import ROOT, assert_holds, experiments, percent, result_named_in
 
 CODEC_ERRORS = "benchmarks/results/codec_errors.json"
 LOSS_CURVES = "benchmarks/results/loss_curves.json"
@@ -30,13 +29,11 @@ def curve_lines(result: dict[str, Any]) -> list[str]:
 
 
 def test_loss_curves_are_those_of_the_json_and_overlay() -> None:
-    result = json.loads((ROOT / LOSS_CURVES).read_text(encoding="utf-8"))
     text = experiments()
-    assert LOSS_CURVES in text
+    result = result_named_in(text, LOSS_CURVES)
     assert "![" in text
     assert (ROOT / "docs/loss_curves.png").exists()
-    for line in curve_lines(result):
-        assert line in text, f"docs/EXPERIMENTS.md must have the line {line!r}"
+    assert_holds(text, curve_lines(result))
     dense = result["runs"]["dense, fp32"]["loss"]
     assert len(dense) >= 30
     # fp32: other summation orders, which the steps amplify; bf16: 8 bits in every product, and the same.
@@ -119,19 +116,14 @@ def store_lines(result: dict[str, Any]) -> list[str]:
 def test_figures_of_the_experiments_are_those_of_the_json(
     name: str, lines_of: Callable[[dict[str, Any]], list[str]]
 ) -> None:
-    result = json.loads((ROOT / name).read_text(encoding="utf-8"))
     text = experiments()
-    assert name in text
-    assert f"commit {result['commit'][:7]}" in text
-    for line in lines_of(result):
-        assert line in text, f"docs/EXPERIMENTS.md must have the line {line!r}"
+    result = result_named_in(text, name)
+    assert_holds(text, lines_of(result))
 
 
 def test_codec_errors_are_those_of_the_json() -> None:
-    result = json.loads((ROOT / CODEC_ERRORS).read_text(encoding="utf-8"))
     text = experiments()
-    assert CODEC_ERRORS in text
-    assert f"commit {result['commit'][:7]}" in text
+    result = result_named_in(text, CODEC_ERRORS)
     for row in result["errors"]:
         first = "-" if row["of_typical_first_token"] is None else f"{row['of_typical_first_token']:.2%}"
         line = (
@@ -142,10 +134,8 @@ def test_codec_errors_are_those_of_the_json() -> None:
 
 
 def test_what_an_fsync_per_shard_costs_is_what_the_json_says() -> None:
-    result = json.loads((ROOT / WRITER).read_text(encoding="utf-8"))
     text = experiments()
-    assert WRITER in text
-    assert f"commit {result['commit'][:7]}" in text
+    result = result_named_in(text, WRITER)
     writer = result["writer"]
     shares = [once / each - 1 for each, once in zip(*writer["seconds"].values(), strict=True)]
     assert f"{-median(shares):.0%} of its throughput".replace("%", " %") in text

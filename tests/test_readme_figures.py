@@ -5,7 +5,7 @@ import json
 import re
 from typing import Any
 
-from figures import ROOT, percent, readme
+from figures import ROOT, assert_holds, percent, readme, result_named_in
 from rich.console import Console
 
 from eagle3.evaluation.compare import show
@@ -42,12 +42,9 @@ def demo_lines(result: dict[str, Any]) -> list[str]:
 
 
 def test_demo_figures_are_those_of_the_json() -> None:
-    result = json.loads((ROOT / DEMO).read_text(encoding="utf-8"))
     text = readme()
-    assert DEMO in text
-    assert f"commit {result['commit'][:7]}" in text
-    for line in demo_lines(result):
-        assert line in text, f"README.md must have the line {line!r}"
+    result = result_named_in(text, DEMO)
+    assert_holds(text, demo_lines(result))
 
 
 def train_lines(result: dict[str, Any]) -> list[str]:
@@ -69,12 +66,9 @@ def train_lines(result: dict[str, Any]) -> list[str]:
 
 
 def test_training_figures_are_those_of_the_json() -> None:
-    result = json.loads((ROOT / TRAIN).read_text(encoding="utf-8"))
     text = readme()
-    assert TRAIN in text
-    assert f"commit {result['commit'][:7]}" in text
-    for line in train_lines(result):
-        assert line in text, f"README.md must have the line {line!r}"
+    result = result_named_in(text, TRAIN)
+    assert_holds(text, train_lines(result))
 
 
 def product_rate(row: dict[str, Any]) -> float:
@@ -105,10 +99,8 @@ def test_sentences_on_training_follow_from_the_json() -> None:
 
 
 def test_the_comparison_is_what_the_command_printed() -> None:
-    result = json.loads((ROOT / COMPARE).read_text(encoding="utf-8"))
     text = readme()
-    assert COMPARE in text
-    assert f"commit {result['commit'][:7]}" in text
+    result = result_named_in(text, COMPARE)
     console = Console(file=io.StringIO(), width=118)
     show([TextTable(**table) for table in result["tables"]], result["sentences"], console)
     assert isinstance(console.file, io.StringIO)

@@ -1,9 +1,8 @@
 """Every figure in docs/EXPERIMENTS.md on served and simulated acceptance is the one in the JSON that it names."""
 
-import json
 from typing import Any
 
-from figures import ROOT, experiments, readme
+from figures import assert_holds, experiments, readme, result_named_in
 
 SERVED = "benchmarks/results/served.json"
 SERVED_7 = "benchmarks/results/served_7.json"
@@ -28,13 +27,10 @@ def served_lines(result: dict[str, Any]) -> list[str]:
 
 
 def test_served_and_simulated_figures_are_those_of_the_json() -> None:
-    result = json.loads((ROOT / SERVED).read_text(encoding="utf-8"))
     text = experiments()
-    assert SERVED in text
+    result = result_named_in(text, SERVED)
     assert SERVED in readme()
-    assert f"commit {result['commit'][:7]}" in text
-    for line in served_lines(result):
-        assert line in text, f"docs/EXPERIMENTS.md must have the line {line!r}"
+    assert_holds(text, served_lines(result))
     pairs = [(row["served"]["tau"], row["simulated"]["tau"]) for row in result["simulated"]["rows"]]
     assert len(pairs) == 2 * (5 + 1)
     assert max(abs(simulated / served - 1) for served, simulated in pairs) < 0.002
@@ -75,15 +71,12 @@ def chain_7_lines(result: dict[str, Any]) -> list[str]:
 
 
 def test_figures_of_chains_of_7_are_those_of_the_json() -> None:
-    result = json.loads((ROOT / SERVED_7).read_text(encoding="utf-8"))
     text = experiments()
-    assert SERVED_7 in text
+    result = result_named_in(text, SERVED_7)
     assert SERVED_7 in readme()
-    assert f"commit {result['commit'][:7]}" in text
     lines = chain_7_lines(result)
     assert len(lines) == 2 * (5 + 1) + 2 * 4
-    for line in lines:
-        assert line in text, f"docs/EXPERIMENTS.md must have the line {line!r}"
+    assert_holds(text, lines)
     for cell in result["cells"]:
         for name, simulated in (cell["simulated_by_set"] or {}).items():
             assert abs(simulated["tau"] / cell["by_set"][name]["tau"] - 1) < 0.003, (name, cell["temperature"])
@@ -92,9 +85,8 @@ def test_figures_of_chains_of_7_are_those_of_the_json() -> None:
 
 
 def test_the_simulators_speed_is_that_of_the_json() -> None:
-    result = json.loads((ROOT / SIMULATE).read_text(encoding="utf-8"))
     text = experiments()
-    assert SIMULATE in text
+    result = result_named_in(text, SIMULATE)
     for row in result["rows"]:
         assert f"| {row['setting']} | {row['seconds']:.2f} | {row['tokens_per_second']:,.0f} |" in text
     assert f"{result['rows'][0]['tokens_per_second'] / 1e6:.1f} M tokens/s" in readme()

@@ -7,11 +7,14 @@ A setting that is not a field here does not exist: a YAML file or an override th
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NewType
 
 
 class UserError(ValueError):
     """Wrong input, config or environment: commands print the message alone and exit with code 2."""
+
+
+DeepSpeedFile = NewType("DeepSpeedFile", str)  # the stem or name of a JSON under configs/deepspeed/, or a path
 
 
 @dataclass(frozen=True)
@@ -192,7 +195,7 @@ class RunConfig:
     stop_after: float | None = None  # minutes of one session, after which it saves and ends, to be resumed; null: never
     seed: int = 0
     mixed_precision: Literal["no", "bf16"] = "bf16"
-    deepspeed: str | None = None  # a DeepSpeed JSON under configs/deepspeed/ (or a path); null: DDP
+    deepspeed: DeepSpeedFile | None = None  # a DeepSpeed JSON under configs/deepspeed/ (or a path); null: DDP
     deterministic: bool = False  # bit-equal resume on a GPU
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 import yaml
 
-from eagle3.config import EvaluateConfig, ExtractConfig, InspectConfig, TrainConfig, UserError
+from eagle3.config import DeepSpeedFile, EvaluateConfig, ExtractConfig, InspectConfig, TrainConfig, UserError
 
 CONFIG_ROOT = Path(__file__).resolve().parent.parent / "configs"
 
@@ -32,6 +32,12 @@ def find_config(name: str, command: str) -> Path:
             return path
     known = ", ".join(sorted(path.name for path in shipped.glob("*.yaml")))
     raise UserError(f"--config must be a file, got {name!r} (not found as typed, nor among {shipped}: {known})")
+
+
+def find_deepspeed(name: str) -> Path | None:
+    """Returns the DeepSpeed JSON that is meant, as typed, else under `configs/deepspeed/`; None if there is none."""
+    shipped = CONFIG_ROOT / "deepspeed"
+    return next((path for path in (Path(name), shipped / name, shipped / f"{name}.json") if path.is_file()), None)
 
 
 def load_config(cls: type[Config], path: Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -151,6 +157,8 @@ def _convert(hint: Any, value: Any, where: str, problems: list[str]) -> Any:
             return float(value)
         except ValueError:
             pass
+    elif hint is DeepSpeedFile and isinstance(value, str) and find_deepspeed(value) is not None:
+        return value
     elif hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
     elif origin is None and isinstance(hint, type) and type(value) is hint:
@@ -165,6 +173,9 @@ def _describe(hint: Any) -> str:
         return " or ".join(_describe(argument) for argument in arguments)
     if origin is Literal:
         return "one of " + ", ".join(repr(argument) for argument in arguments)
+    if hint is DeepSpeedFile:
+        shipped = sorted(path.stem for path in (CONFIG_ROOT / "deepspeed").glob("*.json"))
+        return f"{', '.join(map(repr, shipped))} or the path of a DeepSpeed JSON"
     if origin is list:
         return f"a list of {_describe(arguments[0])}"
     if origin is dict or dataclasses.is_dataclass(hint):

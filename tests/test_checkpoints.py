@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from tiny_training import tiny_config, write_target_and_store
 
-from eagle3.config import OptimizerConfig, RunConfig, TrainConfig, UserError
+from eagle3.config import DeepSpeedFile, OptimizerConfig, RunConfig, TrainConfig, UserError
 from eagle3.features.store import FeatureStore, digest_store
 from eagle3.training import checkpoints
 from eagle3.training.batches import Position
@@ -198,7 +198,7 @@ def test_another_store_is_refused_by_digest(tmp_path: Path) -> None:
 def test_what_does_not_change_the_maths_may_change(tmp_path: Path) -> None:
     run = RunConfig(
         dir="elsewhere", resume="auto", epochs=10, max_steps=10, save_every=1, validate_every=2, log_every=3,
-        keep_last=4, keep_best=2, patience=3, stop_after=1.0, mixed_precision="no", deepspeed="zero2",
+        keep_last=4, keep_best=2, patience=3, stop_after=1.0, mixed_precision="no", deepspeed=DeepSpeedFile("zero2"),
         deterministic=True,
     )  # fmt: skip
     data = dataclasses.replace(CONFIG.data, path="moved", batch_tokens=17)

@@ -58,6 +58,17 @@ def test_all_problems_are_reported_at_once_with_suggestions(tmp_path: Path) -> N
     assert "optimizer.betas[1] must be a number, got 'x'" in message
 
 
+def test_a_deepspeed_file_that_is_not_there_is_refused_as_other_names_are() -> None:
+    with pytest.raises(UserError) as error:
+        load_config(TrainConfig, None, [*MINIMAL_TRAIN, "run.deepspeed=zero3", "run.mixed_precision=fp16"])
+    assert str(error.value).splitlines()[1:] == [
+        "  run.mixed_precision must be one of 'no', 'bf16', got 'fp16'",
+        "  run.deepspeed must be 'zero1', 'zero2' or the path of a DeepSpeed JSON, got 'zero3'",
+    ]
+    for name in ("zero1", "zero2.json", str(CONFIG_ROOT / "deepspeed" / "zero1.json")):
+        assert load_config(TrainConfig, None, [*MINIMAL_TRAIN, f"run.deepspeed={name}"]).run.deepspeed == name
+
+
 def test_required_settings_are_named() -> None:
     with pytest.raises(UserError, match=r"target is required \(a mapping\)[\s\S]*data is required"):
         load_config(TrainConfig, None)

@@ -22,7 +22,7 @@ from accelerate.utils import DeepSpeedPlugin, DistributedType
 from torch.nn.parallel import DistributedDataParallel
 
 from eagle3.config import TrainConfig, UserError
-from eagle3.config_file import CONFIG_ROOT
+from eagle3.config_file import find_deepspeed
 
 T = TypeVar("T")
 
@@ -105,10 +105,11 @@ def read_deepspeed_config(config: TrainConfig) -> dict[str, Any]:
     """Reads the DeepSpeed settings that `run.deepspeed` names, completed with what the run's own settings say.
 
     Raises:
-        UserError: there is no such file, it asks for ZeRO-3, or it contradicts the run.
+        UserError: the file asks for ZeRO-3, or it contradicts the run.
     """
     assert config.run.deepspeed is not None
-    path = _deepspeed_path(config.run.deepspeed)
+    path = find_deepspeed(config.run.deepspeed)
+    assert path is not None, f"a config names a DeepSpeed file that exists, got {config.run.deepspeed!r}"
     try:
         settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -276,14 +277,3 @@ def _check_sections(settings: Any, path: Path) -> None:
             problems.append(f"  {name} must be a mapping, got {settings[name]!r}")
     if problems:
         raise UserError(f"a DeepSpeed config must have sections of settings ({path}):\n" + "\n".join(problems))
-
-
-def _deepspeed_path(name: str) -> Path:
-    candidates = [Path(name), CONFIG_ROOT / "deepspeed" / name, CONFIG_ROOT / "deepspeed" / f"{name}.json"]
-    for path in candidates:
-        if path.is_file():
-            return path
-    raise UserError(
-        f"run.deepspeed must name a DeepSpeed config, got {name!r}, not found as "
-        f"{', '.join(str(path) for path in candidates)}; use zero1, zero2 or a path"
-    )

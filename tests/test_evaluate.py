@@ -20,6 +20,7 @@ from eagle3.config_file import load_config
 from eagle3.draft.export import export_drafter
 from eagle3.draft.questions import read_questions
 from eagle3.draft.target_weights import load_target_config
+from eagle3.evaluation import serving_charts
 from eagle3.evaluation.decoder import Answer
 from eagle3.evaluation.local import decoded_rounds
 from eagle3.evaluation.run import evaluate
@@ -193,6 +194,34 @@ def test_what_is_wrong_with_out_shows_before_the_work(tmp_path: Path, tiny_targe
         evaluate(settings(tmp_path, prompts, drafter=tmp_path / "none", **{"target.path": tiny_target}))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"drafter": "nowhere"}, "config.json"),
+        ({"prompts.path": "nowhere"}, "prompts"),
+        ({"target.path": "nowhere"}, "config.json"),
+        ({"store": "nowhere"}, "a feature store must hold manifest.json"),
+        ({"server": "http://127.0.0.1:9"}, "--server must be the URL of a running server"),
+        ({"serve.concurrency": [1], "drafter": "nowhere"}, "config.json"),
+        ({"serve.concurrency": [1], "prompts.path": "nowhere"}, "prompts"),
+    ],
+)
+def test_an_evaluation_that_cannot_be_done_leaves_nothing_behind(
+    tmp_path: Path,
+    tiny_target: Path,
+    drafter: Path,
+    prompts: Path,
+    wrong: dict[str, Any],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(serving_charts, "check_pictures", list)  # where matplotlib is not
+    right = {"drafter": drafter, "target.path": tiny_target, "target.device": "cpu"}
+    with pytest.raises(UserError, match=said):
+        evaluate(settings(tmp_path / "out", prompts, **(right | wrong)))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_drafter_of_another_target_is_refused(
     tmp_path: Path, drafter: Path, prompts: Path, make_target: Callable[..., Path]
 ) -> None:
@@ -218,7 +247,14 @@ def test_drafts_past_the_end_of_an_answer_are_not_counted() -> None:
 
 def test_the_command_ends_with_one_sentence_on_a_users_mistake(tmp_path: Path, prompts: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "evaluate.py", "--server", "http://127.0.0.1:9", f"prompts.path={prompts}", f"out={tmp_path}"],
+        [
+            sys.executable,
+            "evaluate.py",
+            "--server",
+            "http://127.0.0.1:9",
+            f"prompts.path={prompts}",
+            f"out={tmp_path / 'out'}",
+        ],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -229,3 +265,4 @@ def test_the_command_ends_with_one_sentence_on_a_users_mistake(tmp_path: Path, p
     assert done.returncode == 2, done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: --server must be the URL of a running server, got no answer")
     assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()

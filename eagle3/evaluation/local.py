@@ -1,8 +1,11 @@
 """Acceptance and speed with the target in this process."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
 
 from eagle3.config import EvaluateConfig, UserError
 from eagle3.draft.acceptance import AnswerRounds
@@ -16,12 +19,14 @@ from eagle3.evaluation.report import Measured, Report, Speed, Stopwatch, measure
 from eagle3.evaluation.simulate import open_store, simulate, simulate_store
 from eagle3.evaluation.target import LocalTarget, load_local_target
 from eagle3.evaluation.turns import AnsweredTurn, ask_all, asked, select_conversations
+from eagle3.features.store import FeatureStore
+from eagle3.prompts.conversations import Conversation
 from eagle3.prompts.loops import is_looping
 from eagle3.prompts.tokenizers import load_tokenizer
 
 
-def evaluate_local(config: EvaluateConfig) -> Report:
-    """Decodes the prompts with the drafter, and does what else the config asks for.
+def prepare_local(config: EvaluateConfig) -> Callable[[], Report]:
+    """Reads what can be wrong; returns what decodes the prompts with the drafter, and does what else is asked for.
 
     Raises:
         UserError: target, drafter, store and prompts do not fit each other, or one of them cannot be read.
@@ -40,7 +45,28 @@ def evaluate_local(config: EvaluateConfig) -> Report:
         tokenizer = load_tokenizer(config.target.path, config.target.trust_remote_code)
         target = load_local_target(config.target, drafter.config.capture_layers, tokenizer)
         drafter.to(target.device, target.dtype).eval()
+    return partial(
+        _evaluate,
+        config,
+        stopwatch,
+        target=target,
+        drafter=drafter,
+        store=store,
+        conversations=conversations,
+        tokenizer=tokenizer,
+    )
 
+
+def _evaluate(
+    config: EvaluateConfig,
+    stopwatch: Stopwatch,
+    *,
+    target: LocalTarget,
+    drafter: Eagle3Drafter,
+    store: FeatureStore | None,
+    conversations: list[Conversation],
+    tokenizer: PreTrainedTokenizerBase,
+) -> Report:
     def answer_all(prompts: list[list[int]]) -> list[Answer]:
         return _decode(config, target, drafter, prompts, "decoding with the drafter")
 

@@ -1,8 +1,11 @@
 """Acceptance and speed with the target in a server that is running."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from eagle3.config import EvaluateConfig, UserError
 from eagle3.draft.export import load_drafter
@@ -21,14 +24,15 @@ from eagle3.evaluation.simulate import open_store, simulate_store
 from eagle3.evaluation.turns import ask_all, asked, select_conversations
 from eagle3.evaluation.vllm import VLLMClient, is_vllm
 from eagle3.evaluation.vllm import findings as vllm_findings
+from eagle3.prompts.conversations import Conversation
 from eagle3.prompts.tokenizers import end_token_ids, load_tokenizer
 
 
-def evaluate_served(config: EvaluateConfig) -> Report:
-    """Sends the prompts to a server, SGLang's or vLLM's, and reads its counters.
+def prepare_served(config: EvaluateConfig) -> Callable[[], Report]:
+    """Reads what can be wrong; returns what sends the prompts to a server, SGLang's or vLLM's, and reads its counters.
 
     Raises:
-        UserError: the server cannot be reached, stops, or has speculation off; or prompts or store do not fit.
+        UserError: the server cannot be reached, or says what no such server can; or prompts or store do not fit.
     """
     assert config.server is not None, "the caller checks that a server is named"
     runs_vllm = is_vllm(config.server)
@@ -43,20 +47,43 @@ def evaluate_served(config: EvaluateConfig) -> Report:
     conversations = select_conversations(config)
     tokenizer_path = _tokenizer_path(config, facts)
     tokenizer = load_tokenizer(str(tokenizer_path), _trusts_remote_code(config))
+    return partial(
+        _evaluate,
+        config,
+        client,
+        facts=facts,
+        num_draft_tokens=num_steps_of(facts, config.speculation.num_draft_tokens),
+        conversations=conversations,
+        tokenizer=tokenizer,
+        end_ids=end_token_ids(tokenizer_path, tokenizer),
+        simulate_all=_prepare_simulation(config) if config.store is not None else None,
+    )
+
+
+def _evaluate(
+    config: EvaluateConfig,
+    client: SGLangClient | VLLMClient,
+    *,
+    facts: ServerFacts,
+    num_draft_tokens: int,
+    conversations: list[Conversation],
+    tokenizer: PreTrainedTokenizerBase,
+    end_ids: frozenset[int],
+    simulate_all: Callable[[], Measured] | None,  # over a store
+) -> Report:
     stopwatch = Stopwatch()
     simulated_store = None
-    if config.store is not None:
+    if simulate_all is not None:
         with stopwatch.stage("simulate_store"):
-            simulated_store = _simulate_store(config)
+            simulated_store = simulate_all()
 
     def answer_all(prompts: list[list[int]]) -> list[ServedAnswer]:
         with progress_bar("asking the server", len(prompts), "answers") as advance:
             return client.answer_all(prompts, config.batch_size, lambda answer: advance(1))
 
     with stopwatch.stage("serve"):
-        turns = ask_all(conversations, tokenizer, config, answer_all, end_token_ids(tokenizer_path, tokenizer))
+        turns = ask_all(conversations, tokenizer, config, answer_all, end_ids)
     answers = [turn.answer for turn in turns]
-    num_draft_tokens = num_steps_of(facts, config.speculation.num_draft_tokens)
     rounds = served_rounds([turn.sample_id for turn in turns], answers, num_draft_tokens)
     trained = measure(asked(turns, [answer.token_ids for answer in answers], rounds), config.seed)
     return Report(
@@ -69,7 +96,7 @@ def evaluate_served(config: EvaluateConfig) -> Report:
         simulated_store=simulated_store,
         tokens_per_second_served=sum(answer.num_tokens for answer in answers) / stopwatch.seconds["serve"],
         server=facts,
-        findings=vllm_findings(answers) if runs_vllm else findings(answers, facts),
+        findings=vllm_findings(answers) if isinstance(client, VLLMClient) else findings(answers, facts),
         seconds=stopwatch.seconds,
     )
 
@@ -90,8 +117,8 @@ def _trusts_remote_code(config: EvaluateConfig) -> bool:
     return config.target is not None and config.target.trust_remote_code
 
 
-def _simulate_store(config: EvaluateConfig) -> Measured:
-    """Simulates with the target's embedding alone, no target in this process."""
+def _prepare_simulation(config: EvaluateConfig) -> Callable[[], Measured]:
+    """Opens drafter and store; returns what simulates with the target's embedding alone, no target in this process."""
     assert config.target is not None, "the config was checked"
     assert config.drafter is not None, "the config was checked"
     assert config.store is not None, "the caller checks that a store is named"
@@ -101,4 +128,4 @@ def _simulate_store(config: EvaluateConfig) -> Measured:
     dtype = getattr(torch, config.target.dtype)
     device = "cuda" if torch.cuda.is_available() and config.target.device != "cpu" else "cpu"
     weights = load_target_weights(path).to(device, dtype)
-    return simulate_store(drafter.to(device, dtype).eval(), weights.embed_tokens, store, config)
+    return partial(simulate_store, drafter.to(device, dtype).eval(), weights.embed_tokens, store, config)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import resource
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,23 @@ from eagle3.draft.questions import COLUMNS, QUESTIONS_NAME, rows, write_question
 from eagle3.evaluation import serving_charts, serving_report
 from eagle3.evaluation.cells import ServingReport
 from eagle3.evaluation.doctor.command import examine, show
-from eagle3.evaluation.local import evaluate_local
+from eagle3.evaluation.local import prepare_local
 from eagle3.evaluation.recorded import ANSWERS_NAME
-from eagle3.evaluation.remote import evaluate_served
+from eagle3.evaluation.remote import prepare_served
 from eagle3.evaluation.report import Report
-from eagle3.evaluation.serving import check_serve, evaluate_serving
+from eagle3.evaluation.serving import check_serve, prepare_serving
 from eagle3.files import write_whole
 from eagle3.prompts.rendering import make_renderer
 from eagle3.prompts.tokenizers import load_tokenizer
-from eagle3.tracking import PROVENANCE_NAME, digest_file, git_state, identify, open_board, write_provenance
+from eagle3.tracking import (
+    PROVENANCE_NAME,
+    digest_file,
+    git_state,
+    identify,
+    open_board,
+    read_provenance,
+    write_provenance,
+)
 
 RESULT_NAME = "result.json"
 
@@ -35,18 +44,24 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     """
     _check(config)
     out = Path(config.out)
-    out.mkdir(parents=True, exist_ok=True)
+    read_provenance(out)  # before the work: what is wrong with OUT shows now
     inputs = [Path(path) for path in (config.drafter, config.store) if path is not None]
     # An exported drafter lies in its run's directory.
     identity = identify(out, config.tracking, "evaluate", inputs=[path.parent for path in inputs[:1]] + inputs[1:])
-    write_provenance(out, identity, config, _facts(config))  # before the work: what is wrong with OUT shows now
+    # What is wrong with what is read shows now, too: an evaluation that cannot be done leaves nothing behind.
+    if config.serve is not None:
+        reports = prepare_serving(config)
+    else:
+        work = prepare_local(config) if config.server is None else prepare_served(config)
+    out.mkdir(parents=True, exist_ok=True)
+    write_provenance(out, identity, config, _facts(config))
     with open_board(out, config.tracking) as board:
         if config.drafter is not None:
             made_by = identity.inputs[0] if (Path(config.drafter).parent / PROVENANCE_NAME).is_file() else "unknown"
             board.reads(drafter_files(Path(config.drafter), made_by, {}))
         if config.serve is not None:
-            return _evaluate_serving(config, board)
-        report = evaluate_local(config) if config.server is None else evaluate_served(config)
+            return _show_serving(config, reports, board)
+        report = work()
         if config.explain:
             report = dataclasses.replace(report, findings=report.findings + _explain(config))
         report = dataclasses.replace(report, peak_memory_bytes=_peak_memory_bytes())
@@ -60,12 +75,12 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     return result
 
 
-def _evaluate_serving(config: EvaluateConfig, board: Board) -> dict[str, Any]:
+def _show_serving(config: EvaluateConfig, reports: Iterator[ServingReport], board: Board) -> dict[str, Any]:
     """Measures servers of ours, and writes table, Markdown, page and figures."""
     out, console = Path(config.out), Console()
     setting = _setting(config)
     report = None
-    for report in evaluate_serving(config):  # written each time, so that what ends it costs a cell and no more
+    for report in reports:  # written each time, so that what ends it costs a cell and no more
         _write_figures(report, config, setting)
     assert report is not None, "an evaluation yields a report or raises"
     result = _write_pages(report, config, setting)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from eagle3.capture.server import Server, running_server
 from eagle3.config import EvaluateConfig, ServeConfig, UserError
@@ -33,6 +34,7 @@ from eagle3.evaluation.report import progress_bar
 from eagle3.evaluation.served import ServedAnswer, ServerFacts, SGLangClient, check_counters, findings, served_rounds
 from eagle3.evaluation.simulate import Speculation, parse_speculation
 from eagle3.evaluation.turns import ask_all, select_conversations
+from eagle3.prompts.conversations import Conversation
 from eagle3.prompts.tokenizers import end_token_ids, load_tokenizer
 
 # In bf16 two tokens this close change places with the batch: two steps of logits between 16 and 32, in nats.
@@ -41,17 +43,30 @@ WARM_UP_TOKENS = 32  # of an answer: enough for every kernel to run
 Kept = dict[tuple[str, float], Served]  # at the first concurrency, by server and temperature
 
 
-def evaluate_serving(config: EvaluateConfig) -> Iterator[ServingReport]:
+def prepare_serving(config: EvaluateConfig) -> Iterator[ServingReport]:
+    """Reads what can be wrong; returns what measures the servers.
+
+    Raises:
+        UserError: target, drafter and prompts do not fit each other, or one of them cannot be read.
+    """
+    assert config.target is not None, "the config was checked"
+    assert config.drafter is not None, "the config was checked"
+    load_drafter(Path(config.drafter), load_target_config(Path(config.target.path)))
+    conversations = select_conversations(config)
+    tokenizer = load_tokenizer(config.target.path, config.target.trust_remote_code)
+    return _evaluate(config, conversations, tokenizer)
+
+
+def _evaluate(
+    config: EvaluateConfig, conversations: list[Conversation], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[ServingReport]:
     """Starts one server after the other and asks each the same prompts; yields all that is known after each cell.
 
     Raises:
-        UserError: a server does not start or stops, or target, drafter and prompts do not fit each other.
+        UserError: a server does not start or stops.
     """
-    serve, target = config.serve, config.target
+    serve = config.serve
     assert serve is not None, "the caller checks that servers are asked for"
-    assert target is not None, "the config was checked"
-    assert config.drafter is not None, "the config was checked"
-    load_drafter(Path(config.drafter), load_target_config(Path(target.path)))  # what is wrong with it shows now
     asking: Asking | None = None
     cells: list[Cell] = []
     facts: dict[str, ServerFacts] = {}
@@ -63,7 +78,7 @@ def evaluate_serving(config: EvaluateConfig) -> Iterator[ServingReport]:
             facts[name] = SGLangClient(server.url, config.max_new_tokens).facts()
             check_counters(facts[name])
             # The first server's answers are the history of later turns, for all servers.
-            asking = asking or _ask_turns(config, server.url)
+            asking = asking or _ask_turns(config, server.url, conversations, tokenizer)
             for cell, answers in _measure(config, server.url, speculation, asking, kept):
                 cells.append(cell)
                 found |= {f"{name}: {finding}" for finding in findings(answers, facts[name])}
@@ -121,18 +136,18 @@ def rule_of(speculation: Speculation, temperature: float, facts: ServerFacts) ->
     return replace(speculation, temperature=temperature) if rejects else speculation
 
 
-def _ask_turns(config: EvaluateConfig, url: str) -> Asking:
+def _ask_turns(
+    config: EvaluateConfig, url: str, conversations: list[Conversation], tokenizer: PreTrainedTokenizerBase
+) -> Asking:
     """Asks the conversations turn by turn, greedily, and keeps the prompts."""
     assert config.target is not None, "the config was checked"
     client = SGLangClient(url, config.max_new_tokens)
-    tokenizer = load_tokenizer(config.target.path, config.target.trust_remote_code)
 
     def answer_all(prompts: list[list[int]]) -> list[ServedAnswer]:
         with progress_bar("asking turn by turn", len(prompts), "answers") as advance:
             return client.answer_all(prompts, config.batch_size, lambda answer: advance(1))
 
     end_ids = end_token_ids(Path(config.target.path), tokenizer)
-    conversations = select_conversations(config)
     turns = ask_all(conversations, tokenizer, config, answer_all, end_ids)
     domains = {each.id: each.domain for each in conversations}
     sample_ids = [turn.sample_id for turn in turns]

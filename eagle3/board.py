@@ -66,7 +66,7 @@ class Board:
         """`settings` are shown as the run's config; local files of the board go into `directory`.
 
         Raises:
-            UserError: the backend is not installed, or cannot start as it is set up.
+            UserError: the backend cannot start as it is set up.
         """
         self.run_id = identity.id
         self._config = config
@@ -156,6 +156,19 @@ class Board:
         return artifact
 
 
+def check_backend(config: TrackingConfig) -> None:
+    """Looks for the backend's package, before there is work that could not be shown.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    if config.backend != "none" and importlib.util.find_spec(config.backend) is None:
+        raise UserError(
+            f"tracking.backend must be an installed package, got {config.backend!r}; "
+            f"pip install {config.backend}, or choose another backend"
+        )
+
+
 def curves(metrics: Metrics) -> dict[str, float]:
     """Returns one number per curve: a list becomes name/0, name/1, ..., without what has no value."""
     values: dict[str, float] = {}
@@ -222,11 +235,6 @@ def _wandb_mode() -> Any:
 def _start_tracker(
     directory: Path, config: TrackingConfig, identity: Identity, settings: Mapping[str, Any]
 ) -> GeneralTracker:
-    if importlib.util.find_spec(config.backend) is None:
-        raise UserError(
-            f"tracking.backend must be an installed package, got {config.backend!r}; "
-            f"pip install {config.backend}, or choose another backend"
-        )
     PartialState()  # accelerate's trackers ask it for the rank, also outside of training
     flat = {
         name: value if isinstance(value, bool | int | float | str) else str(value)

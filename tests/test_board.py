@@ -7,14 +7,29 @@ import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import wandb
 
-from eagle3.board import Board, Files, Identity, curves, feature_store
-from eagle3.config import TrackingConfig, UserError
+from eagle3 import board
+from eagle3.board import Board, Files, Identity, check_backend, curves, feature_store
+from eagle3.capture.extraction import run_extraction
+from eagle3.config import (
+    DataConfig,
+    EvaluateConfig,
+    ExtractConfig,
+    RunConfig,
+    StoreConfig,
+    TargetConfig,
+    TrackingConfig,
+    TrainConfig,
+    UserError,
+)
+from eagle3.evaluation.run import evaluate
+from eagle3.training.trainer import train
 
 IDENTITY = Identity("abcd1234", "a name", "a group", "train", ["feed0001"])
 SETTINGS = {"optimizer": {"learning_rate": 0.5}, "provenance": {"seeds": {"run": 7}}}
@@ -142,10 +157,28 @@ def test_wandb_that_cannot_start_is_the_users_mistake(tmp_path: Path, monkeypatc
         Board(tmp_path, TrackingConfig(), IDENTITY, {})
 
 
-def test_a_backend_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"tracking\.backend must be an installed package, got 'trackio'; pip install"):
-        Board(tmp_path, TrackingConfig(backend="trackio"), IDENTITY, {})
+        check_backend(TrackingConfig(backend="trackio"))
+    check_backend(TrackingConfig(backend="none"))
+
+
+def test_a_backend_that_is_not_installed_is_named_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An extraction shows itself when it is done, a training when it has loaded everything."""
+    monkeypatch.setattr(board, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: None)))
+    tracking, target = TrackingConfig(backend="trackio"), TargetConfig(str(tmp_path / "target"))
+    run = RunConfig(dir=str(tmp_path / "run"))
+    for command in (
+        lambda: run_extraction(ExtractConfig(target, StoreConfig(str(tmp_path / "store")), tracking=tracking)),
+        lambda: train(TrainConfig(target, DataConfig(str(tmp_path / "store")), run=run, tracking=tracking)),
+        lambda: evaluate(EvaluateConfig("drafter", target, out=str(tmp_path / "out"), tracking=tracking)),
+    ):
+        with pytest.raises(UserError, match=r"tracking\.backend must be an installed package, got 'trackio'"):
+            command()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_tensorboard_gets_the_scalars(tmp_path: Path, store: Files) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from eagle3.board import feature_store
+from eagle3.board import check_backend, feature_store
 from eagle3.capture.client import SGLangEngine
 from eagle3.capture.engine import Engine
 from eagle3.capture.interrupts import Interrupts
@@ -58,6 +58,7 @@ def run_extraction(config: ExtractConfig) -> ExtractionReport:
             too many samples had no usable features. What was captured before is kept.
     """
     check_settings(config)
+    check_backend(config.tracking)
     if config.prompts.path is None:
         raise UserError("prompts.path must be a file, got none; name one with --prompts")
     tokenizer = load_tokenizer(config.target.path, config.target.trust_remote_code)

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from eagle3.board import Board, drafter_files
+from eagle3.board import Board, check_backend, drafter_files
 from eagle3.config import EvaluateConfig, UserError, config_to_dict
 from eagle3.draft.questions import COLUMNS, QUESTIONS_NAME, rows, write_questions
 from eagle3.evaluation import serving_charts, serving_report
@@ -43,6 +43,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
         UserError: the settings contradict each other, or something that they name does not fit.
     """
     _check(config)
+    check_backend(config.tracking)
     out = Path(config.out)
     read_provenance(out)  # before the work: what is wrong with OUT shows now
     inputs = [Path(path) for path in (config.drafter, config.store) if path is not None]

@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from rich.progress import Progress
 
+from eagle3.board import check_backend
 from eagle3.config import TrainConfig, UserError
 from eagle3.draft.export import TRAINED_ON, export_drafter
 from eagle3.draft.questions import QUESTIONS_NAME, write_questions
@@ -76,6 +77,7 @@ def train(config: TrainConfig) -> Path:
         FloatingPointError: loss or gradient is not finite; the last checkpoint is as good as before.
     """
     quiet_other_ranks()
+    check_backend(config.tracking)
     inputs = load_inputs(config)
     accelerator, world = start(config)
     run_dir = train_among_ranks(config, inputs, accelerator, world)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +12,9 @@ import torch
 from rich.progress import Progress
 from tiny_training import tiny_config, write_target_and_store
 
-from eagle3.config import TrainConfig, UserError
+from eagle3.config import DataConfig, TrainConfig, UserError
 from eagle3.draft.layer import finish
+from eagle3.features.store import FeatureStore
 from eagle3.training.batches import Batches, Position, StepBatch
 from eagle3.training.distributed import World, start
 from eagle3.training.engine import Engine, TTTModule
@@ -191,11 +194,30 @@ def test_an_optimizer_without_room_says_so(base: TrainConfig, monkeypatch: pytes
         take_step(engine, batch, learning_rate=1e-3)
 
 
-def validated(engine: Engine, inputs: Inputs, *, batch_tokens: int, step: int = 0) -> Validation | None:
+def validated(
+    engine: Engine, inputs: Inputs, data: DataConfig, *, batch_tokens: int, step: int = 0
+) -> Validation | None:
     return validate(
-        engine, inputs.store, inputs.held_out_indices, batch_tokens=batch_tokens, bars=Progress(disable=True),
-        stop=StopSignal(), watch=Watch(engine.world, timeout=1.0), step=step,
+        engine, inputs.store, inputs.held_out_indices, data=dataclasses.replace(data, batch_tokens=batch_tokens),
+        bars=Progress(disable=True), stop=StopSignal(), watch=Watch(engine.world, timeout=1.0), step=step,
     )  # fmt: skip
+
+
+def test_a_validation_reads_with_as_many_threads_as_a_training(
+    base: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, inputs, _ = make_engine(base)
+    threads: set[int] = set()
+    read_into = FeatureStore.read_into
+
+    def noted(*arguments: Any) -> None:
+        threads.add(threading.get_ident())
+        time.sleep(0.01)  # so that the next sample needs another thread, if there may be one
+        read_into(*arguments)
+
+    monkeypatch.setattr(FeatureStore, "read_into", noted)
+    validated(engine, inputs, dataclasses.replace(base.data, read_threads=1), batch_tokens=1000)
+    assert len(threads) == 1
 
 
 def test_a_validation_without_room_names_its_samples(base: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +228,7 @@ def test_a_validation_without_room_names_its_samples(base: TrainConfig, monkeypa
 
     monkeypatch.setattr(engine.module, "forward", fail)
     with pytest.raises(UserError, match=r"in a validation a micro-batch must fit .*, got \d+ tokens .*'s\d+'"):
-        validated(engine, inputs, batch_tokens=1000)
+        validated(engine, inputs, base.data, batch_tokens=1000)
 
 
 def test_a_held_out_sample_that_is_not_finite_gives_no_tau(base: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +246,7 @@ def test_a_held_out_sample_that_is_not_finite_gives_no_tau(base: TrainConfig, mo
     monkeypatch.setattr(PackReader, "read", read_damaged)
     name = inputs.store.entries[victim].sample_id
     with pytest.raises(FloatingPointError, match=rf"held-out loss must be finite, .* at step 7 \(samples '{name}'\);"):
-        validated(engine, inputs, batch_tokens=20, step=7)
+        validated(engine, inputs, base.data, batch_tokens=20, step=7)
 
 
 def test_ranks_begin_as_many_parts_of_a_validation(base: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,8 +260,8 @@ def test_ranks_begin_as_many_parts_of_a_validation(base: TrainConfig, monkeypatc
         watch = Watch(engine.world, timeout=1.0)
         monkeypatch.setattr(watch, "at", lambda part, step, begun=begun: begun.append(part))
         validate(
-            engine, inputs.store, indices, batch_tokens=20, bars=Progress(disable=True), stop=StopSignal(),
-            watch=watch, step=0,
+            engine, inputs.store, indices, data=dataclasses.replace(base.data, batch_tokens=20),
+            bars=Progress(disable=True), stop=StopSignal(), watch=watch, step=0,
         )  # fmt: skip
         numbers.append(len(begun))
     assert numbers == [2, 2]
@@ -264,7 +286,7 @@ def test_held_out_tau_does_not_depend_on_how_samples_are_packed(base: TrainConfi
         take_step(engine, batch, learning_rate=1e-2)
     found = []
     for batch_tokens in (20, 1000):
-        validation = validated(engine, inputs, batch_tokens=batch_tokens)
+        validation = validated(engine, inputs, base.data, batch_tokens=batch_tokens)
         assert validation is not None
         found.append(validation)
     assert found[0].acceptance == found[1].acceptance

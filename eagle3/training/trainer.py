@@ -242,7 +242,7 @@ def validate_and_export(
             run.engine,
             run.inputs.store,
             run.inputs.held_out_indices,
-            batch_tokens=run.config.data.batch_tokens,
+            data=run.config.data,
             bars=bars,
             stop=session.stop,
             watch=session.watch,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from rich.progress import Progress
 
-from eagle3.config import UserError
+from eagle3.config import DataConfig, UserError
 from eagle3.draft.acceptance import Acceptance, answer_rounds, summarise
 from eagle3.draft.questions import Question, of_pack
 from eagle3.draft.ttt import chain_matches
@@ -23,7 +23,6 @@ from eagle3.training.prefetch import prefetched
 from eagle3.training.stopping import StopSignal
 from eagle3.training.watch import Watch
 
-READ_THREADS = 4
 BOOTSTRAP_SEED = 0  # of the interval alone: the same for every validation, so that two can be compared
 
 
@@ -42,7 +41,7 @@ def validate(
     store: FeatureStore,
     indices: list[int],
     *,
-    batch_tokens: int,
+    data: DataConfig,
     bars: Progress,
     stop: StopSignal,
     watch: Watch,
@@ -61,9 +60,9 @@ def validate(
     sums = torch.zeros(4, ttt_steps, dtype=torch.float64, device=world.device)
     questions: list[Question] = []
     not_finite: list[str] = []  # samples
-    packs = deal([store.entries[index].num_tokens for index in indices], batch_tokens, world.size)
+    packs = deal([store.entries[index].num_tokens for index in indices], data.batch_tokens, world.size)
     bar = bars.add_task("held-out samples", total=len(indices) / world.size)
-    reader = PackReader(store, READ_THREADS, pin=world.device.type == "cuda", embed_tokens=module.host_embeddings)
+    reader = PackReader(store, data.read_threads, pin=world.device.type == "cuda", embed_tokens=module.host_embeddings)
     mine = packs[world.rank :: world.size]
     wanted = ([indices[i] for i in members] for members in mine if members)
     for coded in prefetched(reader.read, wanted, depth=2):
@@ -76,7 +75,7 @@ def validate(
             with module.autocast():
                 chains = chain_matches(module.drafter, module.target.embed_tokens, packed, ttt_steps)
         except torch.OutOfMemoryError as error:
-            message = out_of_memory_message(coded, module.memory_plan, batch_tokens, str(error))
+            message = out_of_memory_message(coded, module.memory_plan, data.batch_tokens, str(error))
             raise UserError(f"in a validation {message}") from None
         if not pack_sums.isfinite().all():
             not_finite += coded.tokens.sample_ids

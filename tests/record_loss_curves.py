@@ -11,7 +11,7 @@ import platform
 import subprocess
 import tempfile
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -47,9 +47,13 @@ def run(store: Path, target: Path, directory: Path, num_steps: int, precision: s
         "tracking.backend=none",
     ]
     config = load_config(TrainConfig, find_config("demo.yaml", "train"), overrides)
-    dense: AbstractContextManager[Any] = mock.patch("eagle3.training.engine.ttt_sums", dense_sums)
     started = time.perf_counter()
-    with dense if is_dense else nullcontext():
+    with ExitStack() as stack:
+        if is_dense:
+            stack.enter_context(mock.patch("eagle3.training.engine.ttt_sums", dense_sums))
+            # Its softmax is over the whole head.
+            whole = mock.patch("eagle3.training.trainer.device_weights", lambda inputs, embeddings: inputs.target)
+            stack.enter_context(whole)
         run_dir = train(config)
     seconds = time.perf_counter() - started
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]

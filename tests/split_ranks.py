@@ -18,7 +18,7 @@ from draft_oracle import tiny_drafter
 from torch import Tensor
 
 from eagle3.draft.objective import ttt_sums
-from eagle3.draft.target_weights import TargetWeights
+from eagle3.draft.target_weights import TargetWeights, log_normaliser
 from eagle3.draft.ttt import PackedSequences, pack
 from eagle3.training.packs import CodedPack
 from eagle3.training.sequence_split import Ranks, share_of
@@ -60,6 +60,7 @@ def evaluate(
     shape = (2, sizes["vocab_size"], sizes["hidden_size"])
     embed_tokens, lm_head = torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype)
     target = TargetWeights(embed_tokens, lm_head / 4, torch.ones(shape[2], dtype=dtype, device=device), 1e-5)
+    packed = dataclasses.replace(packed, target_logz=log_normaliser(target, packed.last_hidden_states))
     settings = {name: value for name, value in changes.items() if name != "norm_output"}
     with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
         sums = ttt_sums(drafter, target, packed, ttt_steps=STEPS, ttt_decay=0.8, renormalise=False, **settings)

@@ -20,6 +20,7 @@ from eagle3.training.distributed import World, start
 from eagle3.training.engine import Engine, TTTModule
 from eagle3.training.inputs import Inputs, load_inputs
 from eagle3.training.memory import MemoryPlan
+from eagle3.training.normalisers import add_normalisers
 from eagle3.training.optimizer_step import count_attended, take_step
 from eagle3.training.packs import CodedPack, PackReader
 from eagle3.training.sequence_split import Ranks
@@ -38,6 +39,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
 def make_engine(config: TrainConfig, *, bf16: bool = False) -> tuple[Engine, Inputs, StepBatch]:
     inputs = load_inputs(config)
     accelerator, world = start(config)
+    add_normalisers(inputs.store, inputs.train_indices + inputs.held_out_indices, inputs.target, world, torch.float32)
     target = inputs.target.to(world.device, torch.bfloat16 if bf16 else torch.float32)
     engine = Engine(config, accelerator, world, TTTModule(inputs.drafter, target, config.objective, bf16))
     batch = Batches(inputs.store, inputs.train_indices, config.data, Ranks(0, 1, None), 3).load(Position())

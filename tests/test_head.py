@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from draft_oracle import tiny_drafter
-from tiny_objective import DECAY, NEEDS_GPU, STEPS, gradients, masked_samples, random_target, sums_of
+from tiny_objective import DECAY, NEEDS_GPU, STEPS, gradients, masked_samples, random_target, sums_of, with_normalisers
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -33,7 +33,7 @@ def test_head_gradient_is_that_of_finite_differences(
     renormalise: bool, samples: list[FeatureSample], target: TargetWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("eagle3.draft.head.CHUNK_ELEMENTS", {"cpu": 3 * STEPS * 12})  # 3 target rows at a time
-    drafter, packed = tiny_drafter(dtype=torch.float64), pack(samples)
+    drafter, packed = tiny_drafter(dtype=torch.float64), with_normalisers(pack(samples), target)
     steps = list(unroll(drafter, target.embed_tokens, packed, STEPS))
     pack_targets = _pack_targets(drafter, target, packed, renormalise)
     weights = DECAY ** torch.arange(STEPS, dtype=torch.float64)

@@ -6,6 +6,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from draft_oracle import tiny_drafter
+from tiny_objective import with_normalisers
 from torch import Tensor
 
 from eagle3.draft import fusion
@@ -130,6 +131,7 @@ def test_whole_steps_with_all_gradients(
     packed = pack([make_sample(f"s{i}", m, seed=i, hidden_size=16, vocab_size=40) for i, m in enumerate(masks)])
     drafter = tiny_drafter(num_attention_heads=6, head_dim=8, fc_norm=True, norm_output=True).to(DEVICE)
     target = TargetWeights(random_tensor(40, 16), random_tensor(40, 16, seed=1), torch.ones(16), rms_norm_eps=1e-5)
+    packed = with_normalisers(packed, target)
     monkeypatch.setattr(
         "eagle3.draft.objective._is_right",
         lambda number, chosen, recorded: torch.arange(len(chosen), device=DEVICE) % 3 > 0,

@@ -10,14 +10,14 @@ import torch
 from dense_oracle import dense_sums
 from draft_oracle import CachedDrafter, tiny_drafter
 from loop_oracle import loop_sums
-from tiny_objective import DECAY, NEEDS_GPU, STEPS, gradients, masked_samples, random_target, sums_of
+from tiny_objective import DECAY, NEEDS_GPU, STEPS, gradients, masked_samples, random_target, sums_of, with_normalisers
 from torch import Tensor
 
 from eagle3.draft import context_attention
 from eagle3.draft.head import LossKind
 from eagle3.draft.model import Eagle3Drafter
-from eagle3.draft.objective import _pack_targets, _Survivors
-from eagle3.draft.target_weights import TargetWeights, log_normaliser
+from eagle3.draft.objective import _pack_targets, _Survivors, ttt_sums
+from eagle3.draft.target_weights import TargetWeights
 from eagle3.draft.ttt import PackedSequences, pack, unroll
 from eagle3.features.record import FeatureSample
 
@@ -294,27 +294,24 @@ def test_step_weights_replace_the_decay(samples: list[FeatureSample], target: Ta
 
 
 def test_a_stored_normaliser_is_used(samples: list[FeatureSample], target: TargetWeights) -> None:
-    drafter, packed = tiny_drafter(), pack(samples)
-    computed = sums_of(drafter, target, packed, renormalise=False)
-    logz = log_normaliser(target, packed.last_hidden_states)
-    stored = sums_of(drafter, target, replace(packed, target_logz=logz), renormalise=False)
-    assert torch.equal(stored.loss, computed.loss)
-    halved = sums_of(drafter, target, replace(packed, target_logz=logz + torch.tensor(2.0).log()), renormalise=False)
-    torch.testing.assert_close(halved.loss, computed.loss / 2, rtol=1e-5, atol=0)  # fp32 inside
+    drafter, packed = tiny_drafter(), with_normalisers(pack(samples), target)
+    stored = sums_of(drafter, target, packed, renormalise=False)
+    assert packed.target_logz is not None
+    doubled = replace(packed, target_logz=packed.target_logz + torch.tensor(2.0).log())
+    halved = sums_of(drafter, target, doubled, renormalise=False)
+    torch.testing.assert_close(halved.loss, stored.loss / 2, rtol=1e-5, atol=0)  # fp32 inside
 
 
-def test_with_a_stored_normaliser_the_drafted_rows_of_the_head_are_enough(
-    samples: list[FeatureSample], target: TargetWeights
-) -> None:
+def test_the_drafted_rows_of_the_head_are_enough(samples: list[FeatureSample], target: TargetWeights) -> None:
     drafter, packed = tiny_drafter(), pack(samples)
     drafted = target.drafted(drafter.target_ids)
     assert drafted.lm_head.shape[0] < target.lm_head.shape[0]
-    stored = replace(packed, target_logz=log_normaliser(target, packed.last_hidden_states))
+    stored = with_normalisers(packed, target)
     for renormalise in (True, False):
         found, wanted = (sums_of(drafter, each, stored, renormalise) for each in (drafted, target))
         assert torch.equal(found.loss, wanted.loss)
         assert torch.equal(found.acceptance, wanted.acceptance)
         expected = gradients(drafter, wanted.loss)
         assert all(torch.equal(grad, expected[name]) for name, grad in gradients(drafter, found.loss).items())
-    with pytest.raises(AssertionError, match=r"a normaliser is over 40 tokens, got a head of \d+"):
-        sums_of(drafter, drafted, packed)
+    with pytest.raises(AssertionError, match=r"\d+ last states must come with their log-normalisers, got none"):
+        ttt_sums(drafter, drafted, packed, ttt_steps=STEPS, ttt_decay=DECAY, renormalise=True)

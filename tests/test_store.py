@@ -157,7 +157,7 @@ def test_normalisers_are_asked_for_by_sample(tmp_path: Path) -> None:
         writer.flush()
         writer.write(replace(make_sample(1), target_logz=None))
     store = FeatureStore(tmp_path)
-    assert [store.has_normalisers(indices) for indices in ([0], [1], [0, 1])] == [True, False, False]
+    assert [store.shards_without_normalisers(indices) for indices in ([0], [1], [0, 1])] == [[], [1], [1]]
 
 
 def test_no_pickle_is_read_or_written(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Four short documents with a target for them, and what the objective makes of them."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from eagle3.draft.model import Eagle3Drafter
 from eagle3.draft.objective import TTTSums, ttt_sums
-from eagle3.draft.target_weights import TargetWeights
+from eagle3.draft.target_weights import TargetWeights, log_normaliser
 from eagle3.draft.ttt import PackedSequences
 from eagle3.features.record import FeatureSample
 
@@ -34,9 +35,15 @@ def random_target() -> TargetWeights:
     )
 
 
+def with_normalisers(packed: PackedSequences, target: TargetWeights) -> PackedSequences:
+    return replace(packed, target_logz=log_normaliser(target, packed.last_hidden_states))
+
+
 def sums_of(
     drafter: Eagle3Drafter, target: TargetWeights, packed: PackedSequences, renormalise: bool = True, **changes: Any
 ) -> TTTSums:
+    if packed.target_logz is None and packed.target_rows.numel() > 0:
+        packed = with_normalisers(packed, target)
     settings: dict[str, Any] = {"ttt_steps": STEPS, "ttt_decay": DECAY, "renormalise": renormalise}
     return ttt_sums(drafter, target, packed, **(settings | changes))
 

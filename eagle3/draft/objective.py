@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eagle3.draft.head import HeadSums, LossKind, ScoredRows, Targets, chunks
 from eagle3.draft.model import Eagle3Drafter
-from eagle3.draft.target_weights import TargetWeights, log_normaliser
+from eagle3.draft.target_weights import TargetWeights
 from eagle3.draft.ttt import Chains, DraftStep, PackedSequences, unroll
 
 
@@ -40,7 +40,7 @@ def ttt_sums(
     step_weights: Tensor | None = None,  # (K,) in place of ttt_decay ** k
     num_recomputed: int = 0,  # of the first steps, whose gate and up are made again in the backward
 ) -> TTTSums:
-    """Unrolls the drafter and scores every counted row against the target.
+    """Unrolls the drafter and scores every counted row against the target, whose normalisers the pack brings.
 
     With `drop_rejected` all sums are over the rows that are left: the loss is that of weights of zero for the others.
     A pack without counted rows gives zeros, and a loss that still reaches every parameter, so that ranks with and
@@ -106,11 +106,8 @@ def _pack_targets(
     drafter: Eagle3Drafter, target: TargetWeights, packed: PackedSequences, renormalise: bool
 ) -> _PackTargets:
     token_ids = drafter.target_ids
-    logz = packed.target_logz
-    if logz is None:
-        num_rows, vocab_size = target.lm_head.shape[0], drafter.config.vocab_size
-        assert num_rows == vocab_size, f"a normaliser is over {vocab_size} tokens, got a head of {num_rows}"
-        logz = log_normaliser(target, packed.last_hidden_states)
+    num_rows, logz = packed.last_hidden_states.shape[0], packed.target_logz
+    assert logz is not None, f"{num_rows} last states must come with their log-normalisers, got none"
     targets = Targets(
         head=target.drafted(token_ids).lm_head.to(drafter.compute_dtype()),
         last=packed.last_hidden_states,

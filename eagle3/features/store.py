@@ -117,10 +117,6 @@ class FeatureStore:
         """Reads the loss mask (T,) of a sample, and nothing else of it."""
         return self._read_column(index, "loss_mask")
 
-    def has_normalisers(self, indices: list[int]) -> bool:
-        """Tells whether each of the samples at `indices` has its `target_logz`, stored or kept."""
-        return not self.shards_without_normalisers(indices)
-
     def shards_without_normalisers(self, indices: list[int]) -> list[int]:
         """Returns the shards of the samples at `indices` that have no `target_logz`, stored or kept."""
         numbers = sorted({self.entries[index].shard for index in indices} - self._normalisers.keys())

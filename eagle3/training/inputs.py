@@ -82,15 +82,13 @@ def load_inputs(config: TrainConfig) -> Inputs:
 
 
 def device_weights(inputs: Inputs, embeddings: Literal["device", "host"]) -> TargetWeights:
-    """Returns what every device must hold of the target: the drafted rows of its head, if the store has normalisers.
+    """Returns what every device must hold of the target: of its head the drafted rows, since packs have normalisers.
 
     With embeddings on the host the table is empty. Nothing is copied but those rows.
     """
     weights = inputs.target
     if embeddings == "host":
         weights = replace(weights, embed_tokens=weights.embed_tokens[:0])
-    if not inputs.store.has_normalisers(inputs.train_indices + inputs.held_out_indices):
-        return weights
     return weights.drafted(inputs.drafter.target_ids)
 
 

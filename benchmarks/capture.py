@@ -4,7 +4,8 @@
 
 Both servers have the same flags and hold the same model; a round sends the same requests to one of them and ends when
 the last answer is there and, where states are recorded, when the last file is whole. Which server goes first changes
-with each pair, so that neither has the warmer machine.
+with each pair, so that neither has the warmer machine. A small target is prefilled as fast as one thread of Python
+starts its kernels, and a virtual machine's cores differ: the schedulers of both servers run on the same core, alone.
 """
 
 import argparse
@@ -22,8 +23,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -32,7 +34,7 @@ from eagle3.capture.launch import capture_flags, installed_version
 from eagle3.capture.server import Server, capturing_servers, running_server
 from eagle3.capture.staging import request_id, sample_path
 from eagle3.config import ServerConfig
-from eagle3.features.codec import Codec, state_bytes
+from eagle3.features.codec import Codec, CodecName, state_bytes
 
 BOOTSTRAP = 10_000
 WARM_UP_ROUNDS = 2  # of each server: Triton compiles, clocks rise
@@ -40,7 +42,7 @@ POLL_SECONDS = 0.002
 FLAGS: dict[str, Any] = {
     "load-format": "dummy",  # random weights: speed does not depend on them
     "skip-tokenizer-init": True,
-    "mem-fraction-static": 0.4,
+    "mem-fraction-static": 0.6,  # of what the server that started before has left
     "sleep-on-idle": True,  # else the server whose turn it is not keeps a core busy
     "max-total-tokens": 300_000,  # so that the servers' memory does not depend on what the other has taken
 }
@@ -205,10 +207,38 @@ def both_servers(
         # The flags that recording needs, prefill graphs and the prefix cache off among them, on both.
         flags = capture_flags(installed_version(str(config.python)))
         plain = stack.enter_context(running_server(replace(config, log=config.log + ".plain"), str(model), flags, {}))
+        wait_until_ready(plain, config)  # a server takes memory as if nobody else did so at the same time
         servers, area = stack.enter_context(capturing_servers(config, str(model), layers, codec))
-        for server in (plain, *servers):
-            wait_until_ready(server, config)
+        wait_until_ready(servers[0], config)
         yield plain, servers[0], area.directory
+
+
+def core_of(cpu: int) -> set[int]:
+    """Returns the CPUs that are hardware threads of the same core."""
+    listed = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
+    ranges = [[int(end) for end in part.split("-")] for part in listed.strip().split(",")]
+    return {each for ends in ranges for each in range(ends[0], ends[-1] + 1)}
+
+
+def free_cores(count: int) -> list[int]:
+    """Keeps this process and those that it will start off as many cores, and returns a CPU of each; none of a few."""
+    cpus = os.sched_getaffinity(0)
+    kept: list[int] = []
+    for cpu in sorted(cpus, reverse=True):
+        if len(kept) < count and len(cpus - core_of(cpu)) >= 8 * count:
+            cpus -= core_of(cpu)
+            kept.append(cpu)
+    os.sched_setaffinity(0, cpus)
+    return kept
+
+
+def pin_schedulers(server: Server, cpus: list[int]) -> None:
+    """Moves the thread of each scheduler that starts kernels to a CPU."""
+    assert server.process is not None
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    schedulers = [child for child in children if "".join(child.cmdline()).startswith("sglang::scheduler")]
+    for scheduler, cpu in zip(schedulers, cpus, strict=True):
+        os.sched_setaffinity(scheduler.pid, {cpu})  # of a process's first thread alone
 
 
 def wait_until_ready(server: Server, config: ServerConfig) -> None:
@@ -230,9 +260,13 @@ def measure(arguments: argparse.Namespace, model: Path) -> dict[str, Any]:
     vocab = range(10, shape["vocab_size"] - 10)
     sequences = [generator.choices(vocab, k=arguments.tokens) for _ in range(arguments.requests)]
     load = Load(sequences, posts=4)
-    codec = None if arguments.codec == "bf16" else arguments.codec
-    expected_bytes = load.num_tokens * (len(layers) + 1) * state_bytes(arguments.codec, hidden_size)
+    codec: Codec | None = None if arguments.codec == "exact" else arguments.codec
+    expected_bytes = load.num_tokens * (len(layers) + 1) * state_bytes(codec or "bf16", hidden_size)
+    cpus = free_cores(arguments.tp)
     with both_servers(config, model, layers, codec) as (plain, recording, staging):
+        if cpus:
+            pin_schedulers(plain, cpus)
+            pin_schedulers(recording, cpus)
         speeds = bus_speeds(staging)
         pairs = []
         for i in range(-WARM_UP_ROUNDS, arguments.pairs):
@@ -258,6 +292,7 @@ def measure(arguments: argparse.Namespace, model: Path) -> dict[str, Any]:
         "num_requests": len(sequences),
         "tokens_per_request": arguments.tokens,
         "tensor_parallel_size": arguments.tp,
+        "scheduler_cpus": cpus,
         "num_pairs": len(pairs),
         "plain_tokens_per_second": load.num_tokens / statistics.median(plain for plain, _ in pairs),
         "recorded_tokens_per_second": load.num_tokens / statistics.median(recorded for _, recorded in pairs),
@@ -281,7 +316,7 @@ def main() -> None:
     )
     parser.add_argument("--python", help="interpreter of the serving environment")
     parser.add_argument("--flag", action="append", default=[], metavar="NAME=VALUE", help="of SGLang, for both servers")
-    parser.add_argument("--codec", choices=["bf16", "int8", "fp8"], default="bf16", help="of the recorded states")
+    parser.add_argument("--codec", choices=get_args(CodecName), default="exact", help="of the recorded states")
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=512, help="of each request")
     parser.add_argument("--pairs", type=int, default=9)

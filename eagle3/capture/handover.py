@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,7 @@ class Handover:
         message: dict[str, Any] = {
             "memory_bytes": self._memory.numel(),
             "tensors": described,
-            "parts": [astuple(part) for part in parts],
+            "parts": [vars(part) for part in parts],
             "end": self._end,
         }
         if metadata is not None:

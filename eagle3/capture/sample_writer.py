@@ -173,7 +173,7 @@ def main(directory: Path, descriptor: int) -> None:
             Rows(name, dtype, dims, row_bytes, memory[begin : begin + num_rows * row_bytes])
             for name, dtype, dims, row_bytes, begin, num_rows in message["tensors"]
         ]
-        writer.write([Part(*part) for part in message["parts"]], tensors, message.get("metadata"))
+        writer.write([Part(**part) for part in message["parts"]], tensors, message.get("metadata"))
         print(message["end"], flush=True)
 
 

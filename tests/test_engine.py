@@ -101,7 +101,7 @@ def test_what_is_made_again_is_the_same(
 def test_rows_that_leave_attend_to_nothing(base: TrainConfig, are_right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the work that is logged would be that of all rows."""
     monkeypatch.setattr(
-        "eagle3.draft.objective._is_right", lambda number, chosen, recorded: torch.full_like(chosen, are_right).bool()
+        "eagle3.draft.objective._is_right", lambda chosen, recorded: torch.full_like(chosen, are_right).bool()
     )
     steps = base.objective.ttt_steps
     engine, _, batch = make_engine(

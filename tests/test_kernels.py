@@ -134,7 +134,7 @@ def test_whole_steps_with_all_gradients(
     packed = with_normalisers(packed, target)
     monkeypatch.setattr(
         "eagle3.draft.objective._is_right",
-        lambda number, chosen, recorded: torch.arange(len(chosen), device=DEVICE) % 3 > 0,
+        lambda chosen, recorded: torch.arange(len(chosen), device=DEVICE) % 3 > 0,
     )
 
     def run() -> tuple[Tensor, ...]:

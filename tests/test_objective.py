@@ -80,7 +80,7 @@ def test_prompts_need_no_queries(
     # Which rows are right at a near-tie is not for two kernels to say.
     monkeypatch.setattr(
         "eagle3.draft.objective._is_right",
-        lambda number, chosen, recorded: torch.arange(len(chosen), device=device) % 3 > 0,
+        lambda chosen, recorded: torch.arange(len(chosen), device=device) % 3 > 0,
     )
     # Rows are counted from tokens 1 and 0 of the first two documents on; of the others one token is left.
     for all_queries, num_queries in ((True, 7 + 10 + 3 + 2), (False, 6 + 10 + 1 + 1)):

@@ -91,7 +91,5 @@ def test_steps_that_weigh_nothing(step_weights: list[float]) -> None:
 @pytest.mark.parametrize("ttt_steps", [1, 4, 9])
 def test_no_row_that_leaves(ttt_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Survivors are scored step by step, and if all survive they are what is scored at once."""
-    monkeypatch.setattr(
-        "eagle3.draft.objective._is_right", lambda number, chosen, recorded: torch.ones_like(chosen).bool()
-    )
+    monkeypatch.setattr("eagle3.draft.objective._is_right", lambda chosen, recorded: torch.ones_like(chosen).bool())
     assert_as_defined({}, drop_rejected=True, packed=packed([*MASKS, [1] * 9]), ttt_steps=ttt_steps)

@@ -152,14 +152,14 @@ def _score_survivors(
         for choice in head.score(own, [scored], cuts):
             choices.append(choice)
             if len(choices) == len(cuts):
-                right = _is_right(number, targets.token_ids[torch.cat(choices)], scored.recorded)
+                right = _is_right(targets.token_ids[torch.cat(choices)], scored.recorded)
                 survivors = _Survivors(rows, right & (num_steps[rows] > number + 1))
         rows = survivors.get()
     return num_rows
 
 
-def _is_right(number: int, chosen: Tensor, recorded: Tensor) -> Tensor:  # (R_k,) tokens each -> (R_k,) bool
-    """Tells which rows of draft step `number` chose the recorded token."""
+def _is_right(chosen: Tensor, recorded: Tensor) -> Tensor:  # (R_k,) tokens each -> (R_k,) bool
+    """Tells which rows chose the recorded token."""
     return chosen == recorded
 
 

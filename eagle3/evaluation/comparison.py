@@ -24,6 +24,7 @@ MEASURES = {
 # Names and places: they differ between any two runs, and change no figure.
 PLACES = {"run.dir", "run.resume", "out", "drafter", "tracking.name", "tracking.group", "tracking.tags"}
 SEEDS = {"run.seed", "data.seed", "seed"}
+RESAMPLING_SEED = 0  # the same for every comparison, so that two can be compared
 # Two trainings that differ by their seed alone: standard deviation of tau over tau. See `seed_spread`.
 ASSUMED_SPREAD = 0.016
 ASSUMED_SPREAD_WEIGHT = 4  # as much as four differences of such runs
@@ -66,7 +67,7 @@ class Comparison:
     remarks: list[str]
 
 
-def compare(contenders: Sequence[Contender], spread: float | None = None, seed: int = 0) -> Comparison:
+def compare(contenders: Sequence[Contender], spread: float | None = None) -> Comparison:
     """Compares runs with the first of them; `spread` is the one by seed, estimated unless it is known.
 
     Raises:
@@ -80,12 +81,15 @@ def compare(contenders: Sequence[Contender], spread: float | None = None, seed: 
     taken = {measure: [each.questions(measure) for each in contenders] for measure in MEASURES}
     taken = {measure: questions for measure, questions in taken.items() if any(questions)}
     acceptance = {
-        measure: [summarise([each.answer for each in questions], seed) if questions else None for questions in column]
+        measure: [
+            summarise([each.answer for each in questions], RESAMPLING_SEED) if questions else None
+            for questions in column
+        ]
         for measure, column in taken.items()
     }
     by_position = {measure: [each.num_draft_tokens(measure) for each in contenders] for measure in taken}
     known_spread = seed_spread(contenders, acceptance) if spread is None else spread
-    verdicts, remarks = _verdicts(contenders, taken, by_position, known_spread, seed)
+    verdicts, remarks = _verdicts(contenders, taken, by_position, known_spread)
     return Comparison(
         contenders=list(contenders),
         differences=differing | facts,
@@ -147,7 +151,6 @@ def _verdicts(
     taken: Mapping[str, Sequence[Any]],
     by_position: Mapping[str, Sequence[int | None]],
     spread: float,
-    seed: int,
 ) -> tuple[list[Verdict], list[str]]:
     """Tests each contender against the first by the measure closest to serving that both have, and says what cannot."""
     verdicts: list[Verdict] = []
@@ -164,7 +167,8 @@ def _verdicts(
                 counts = ["an unknown number of" if each is None else each for each in (drafts[0], drafts[index])]
                 reasons.append(f"{MEASURES[measure]}: {counts[0]} drafts a round against {counts[1]}")
                 continue
-            drafters, recipes = paired_test(first, other, 0.0, seed), paired_test(first, other, spread, seed)
+            drafters = paired_test(first, other, seed=RESAMPLING_SEED)
+            recipes = paired_test(first, other, spread, RESAMPLING_SEED)
             if drafters is None or recipes is None:
                 reasons.append(f"{MEASURES[measure]}: no two questions are the same")
                 continue

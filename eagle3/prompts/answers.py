@@ -48,11 +48,6 @@ class Prompt:
     opened: str  # and what it begins for the model: `<think>`, or an empty thought
 
     @property
-    def asks_for_thought(self) -> bool:
-        """Tells whether the model goes on inside a thought."""
-        return bool(self.opened) and THOUGHT_TAGS[1] not in self.opened
-
-    @property
     def forbids_thought(self) -> bool:
         """Tells whether the thought is closed before the model begins."""
         return THOUGHT_TAGS[1] in self.opened

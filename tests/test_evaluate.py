@@ -30,6 +30,7 @@ from eagle3.features.record import FeatureSample
 from eagle3.tracking import digest_file
 
 ROOT = Path(__file__).resolve().parent.parent
+SPECULATIVE: dict[str, Any] = {"speculative_algorithm": "EAGLE3"}
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +119,7 @@ def test_a_local_evaluation_writes_every_figure(
 def test_a_served_evaluation_reads_the_servers_counters(
     tmp_path: Path, tiny_target: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    facts = ServerFacts("http://host", "0.5.23", str(tiny_target), {"speculative_num_steps": 5})
+    facts = ServerFacts("http://host", "0.5.23", str(tiny_target), SPECULATIVE | {"speculative_num_steps": 5})
     asked: list[tuple[int, int]] = []
 
     def answer_all(
@@ -137,7 +138,7 @@ def test_a_served_evaluation_reads_the_servers_counters(
     assert result["server"]["version"] == "0.5.23"
     assert len(result["findings"]) == 1
     assert result["speed"] is None
-    elsewhere = ServerFacts("http://host", "0.5.23", "/not/on/this/machine", {})
+    elsewhere = ServerFacts("http://host", "0.5.23", "/not/on/this/machine", SPECULATIVE)
     monkeypatch.setattr(SGLangClient, "facts", lambda client: elsewhere)
     with pytest.raises(UserError, match=r"target.path must name the served model's directory, since .*/not/on/this"):
         evaluate(settings(tmp_path / "out", prompts, server="http://host"))
@@ -158,7 +159,7 @@ def test_a_store_is_simulated_with_and_without_the_target_in_this_process(
     local = evaluate(settings(tmp_path / "local", prompts, timed_prompts=0, **both))
     assert local["simulated_store"]["all_answers"]["num_tokens"] == 12
     assert local["speed"] is None
-    facts = ServerFacts("http://host", "0.5.23", str(tiny_target), {})
+    facts = ServerFacts("http://host", "0.5.23", str(tiny_target), SPECULATIVE)
     monkeypatch.setattr(SGLangClient, "facts", lambda client: facts)
     monkeypatch.setattr(
         SGLangClient, "answer_all", lambda client, prompts, *rest: [ServedAnswer([5, 2], 2, 1, [1])] * len(prompts)

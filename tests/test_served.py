@@ -224,9 +224,19 @@ def test_a_drafter_that_does_nothing_is_a_finding() -> None:
 
 
 def test_a_server_that_decodes_beside_prefills_is_refused() -> None:
-    check_counters(ServerFacts("http://a", "0.5.23", "", {"enable_mixed_chunk": False}))
+    flags = {"speculative_algorithm": "EAGLE3"}
+    check_counters(ServerFacts("http://a", "0.5.23", "", flags | {"enable_mixed_chunk": False}))
     with pytest.raises(UserError, match=r"--enable-mixed-chunk must be off .* got it on \(http://a\)"):
-        check_counters(ServerFacts("http://a", "0.5.23", "", {"enable_mixed_chunk": True}))
+        check_counters(ServerFacts("http://a", "0.5.23", "", flags | {"enable_mixed_chunk": True}))
+
+
+def test_a_server_without_speculation_is_refused_before_it_is_asked() -> None:
+    with (
+        running_server(counted, (200, INFO | {"speculative_algorithm": None})) as url,
+        pytest.raises(UserError, match=r"must have speculation on, got no speculative_algorithm in its settings"),
+    ):
+        check_counters(SGLangClient(url, 8).facts())
+    check_counters(ServerFacts("http://a", "0.32.0", "", {}, "vLLM"))  # which says it with every answer
 
 
 @pytest.mark.parametrize("steps", ["3", 0, 1000, True, [3]])

@@ -15,6 +15,8 @@ import requests
 from eagle3.config import UserError
 from eagle3.draft.acceptance import AnswerRounds
 
+SGLANG = "SGLang"
+DRAFTER_FLAGS = "--speculative-algorithm EAGLE3 --speculative-draft-model-path DRAFTER"
 ANSWER_TIMEOUT_SECONDS = 1800  # a long answer of a large model behind a full queue
 INFO_TIMEOUT_SECONDS = 60
 MOST_STEPS = 999  # drafts of a round; no drafter is worth a tenth of it
@@ -59,7 +61,7 @@ class ServerFacts:
     version: str
     tokenizer_path: str
     flags: dict[str, Any]  # RECORDED_FLAGS, and all whose names begin with speculative_
-    engine: str = "SGLang"
+    engine: str = SGLANG
 
 
 @dataclass(frozen=True)
@@ -223,11 +225,16 @@ def served_rounds(sample_ids: list[str], answers: list[ServedAnswer], num_draft_
 
 
 def check_counters(facts: ServerFacts) -> None:
-    """Refuses a server whose counters leave tokens out.
+    """Refuses a server that has no counters, or whose counters leave tokens out.
 
     Raises:
-        UserError: it decodes beside prefills, in forwards that verify nothing.
+        UserError: it is SGLang without speculation, or decodes beside prefills, in forwards that verify nothing.
     """
+    if facts.engine == SGLANG and "speculative_algorithm" not in facts.flags:
+        raise UserError(
+            f"the server must have speculation on, got no speculative_algorithm in its settings ({facts.url}); "
+            f"start it with {DRAFTER_FLAGS}"
+        )
     if facts.flags.get("enable_mixed_chunk"):
         raise UserError(
             f"--enable-mixed-chunk must be off where acceptance is counted, got it on ({facts.url}): tokens that are "
@@ -292,7 +299,7 @@ def _read_answer(body: dict[str, Any], url: str, *, is_speculative: bool) -> Ser
     if is_speculative and "spec_verify_ct" not in meta and num_tokens > 1:
         raise UserError(
             f"the server must have speculation on, got no spec_verify_ct for an answer of {num_tokens} tokens ({url}); "
-            f"start it with --speculative-algorithm EAGLE3 --speculative-draft-model-path DRAFTER"
+            f"start it with {DRAFTER_FLAGS}"
         )
     return ServedAnswer(token_ids, num_tokens, int(meta.get("spec_verify_ct", 0)), [int(count) for count in histogram])
 

@@ -26,7 +26,7 @@ from eagle3.evaluation.local import decoded_rounds
 from eagle3.evaluation.run import evaluate
 from eagle3.evaluation.served import ServedAnswer, ServerFacts, SGLangClient
 from eagle3.evaluation.target import LocalTarget
-from eagle3.features.record import FeatureSample
+from eagle3.features.record import FeatureSample, is_held_out
 from eagle3.tracking import digest_file
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -221,6 +221,21 @@ def test_an_evaluation_that_cannot_be_done_leaves_nothing_behind(
     with pytest.raises(UserError, match=said):
         evaluate(settings(tmp_path / "out", prompts, **(right | wrong)))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_store_that_is_all_trained_on_is_refused_before_the_prompts_are_decoded(
+    tmp_path: Path,
+    tiny_target: Path,
+    drafter: Path,
+    prompts: Path,
+    make_sample: Callable[..., FeatureSample],
+) -> None:
+    names = [name for name in (f"s{number}" for number in range(8)) if not is_held_out(name, 0.5)]
+    write_target_store(tmp_path / "store", tiny_target, [make_sample(name, [0, 0, 1, 1]) for name in names])
+    named = {"drafter": drafter, "store": tmp_path / "store", "target.path": tiny_target, "held_out_share": 0.5}
+    with pytest.raises(UserError, match=r"held_out_share must leave samples of the store, got none of 4 with 0\.5"):
+        evaluate(settings(tmp_path / "out", prompts, **named))
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_drafter_of_another_target_is_refused(

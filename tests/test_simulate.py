@@ -1,7 +1,6 @@
 """The simulator's rounds are a real decoder's, answer by answer."""
 
 import copy
-import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from eagle3.evaluation.decoder import Answer, decode
 from eagle3.evaluation.local import decoded_rounds
 from eagle3.evaluation.simulate import (
     Speculation,
+    held_out_indices,
     open_store,
     packs_of,
     parse_speculation,
@@ -208,15 +208,16 @@ def test_a_store_is_simulated_on_its_held_out_samples(
     write_target_store(tmp_path / "store", tiny_target, samples)
     drafter = random_drafter(target, 320)
     store = open_store(tmp_path / "store", drafter.config, TargetConfig(str(tiny_target)))
-    config = EvaluateConfig(speculation=SpeculationConfig(num_draft_tokens=2), held_out_share=0.5)
+    config = EvaluateConfig(speculation=SpeculationConfig(num_draft_tokens=2))
     held_out = [sample for sample in samples if is_held_out(sample.sample_id, 0.5)]
     assert 0 < len(held_out) < 12
-    measured = simulate_store(drafter, target.embed_tokens, store, config)
+    indices = held_out_indices(store, 0.5)
+    measured = simulate_store(drafter, target.embed_tokens, store, indices, config)
     assert measured.all_answers.num_tokens == sum(int(sample.loss_mask.sum()) for sample in held_out)
-    everything = simulate_store(drafter, target.embed_tokens, store, dataclasses.replace(config, held_out_share=None))
+    everything = simulate_store(drafter, target.embed_tokens, store, held_out_indices(store, None), config)
     assert everything.all_answers.num_tokens == sum(int(sample.loss_mask.sum()) for sample in samples)
     with pytest.raises(UserError, match="held_out_share must leave samples of the store, got none of 12 with 1e-09"):
-        simulate_store(drafter, target.embed_tokens, store, dataclasses.replace(config, held_out_share=1e-9))
+        held_out_indices(store, 1e-9)
 
 
 def test_a_store_of_another_capture_is_refused_with_every_difference(

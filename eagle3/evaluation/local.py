@@ -16,10 +16,9 @@ from eagle3.draft.model import Eagle3Drafter
 from eagle3.draft.target_weights import load_target_config, load_target_weights
 from eagle3.evaluation.decoder import Answer, decode
 from eagle3.evaluation.report import Measured, Report, Speed, Stopwatch, measure, progress_bar
-from eagle3.evaluation.simulate import open_store, simulate, simulate_store
+from eagle3.evaluation.simulate import held_out_indices, open_store, simulate, simulate_store
 from eagle3.evaluation.target import LocalTarget, load_local_target
 from eagle3.evaluation.turns import AnsweredTurn, ask_all, asked, select_conversations
-from eagle3.features.store import FeatureStore
 from eagle3.prompts.conversations import Conversation
 from eagle3.prompts.loops import is_looping
 from eagle3.prompts.tokenizers import load_tokenizer
@@ -38,20 +37,23 @@ def prepare_local(config: EvaluateConfig) -> Callable[[], Report]:
         # What can be wrong is read before the target, which may take minutes to load.
         drafter = load_drafter(Path(config.drafter), load_target_config(Path(config.target.path)))
         _check_capture_layers(config, drafter)
-        store = None
         if config.store is not None:
             store = open_store(Path(config.store), drafter.config, config.target)
+            indices = held_out_indices(store, config.held_out_share)
         conversations = select_conversations(config)
         tokenizer = load_tokenizer(config.target.path, config.target.trust_remote_code)
         target = load_local_target(config.target, drafter.config.capture_layers, tokenizer)
         drafter.to(target.device, target.dtype).eval()
+        simulate_stored = None
+        if config.store is not None:
+            simulate_stored = partial(simulate_store, drafter, target.embed_tokens, store, indices, config)
     return partial(
         _evaluate,
         config,
         stopwatch,
         target=target,
         drafter=drafter,
-        store=store,
+        simulate_stored=simulate_stored,
         conversations=conversations,
         tokenizer=tokenizer,
     )
@@ -63,7 +65,7 @@ def _evaluate(
     *,
     target: LocalTarget,
     drafter: Eagle3Drafter,
-    store: FeatureStore | None,
+    simulate_stored: Callable[[], Measured] | None,
     conversations: list[Conversation],
     tokenizer: PreTrainedTokenizerBase,
 ) -> Report:
@@ -81,9 +83,9 @@ def _evaluate(
             untrained = _measure(config, turns, answers)
     with stopwatch.stage("simulate"):
         simulated = _simulate_answers(config, target, drafter, turns)
-    if store is not None:
+    if simulate_stored is not None:
         with stopwatch.stage("simulate_store"):
-            simulated_store = simulate_store(drafter, target.embed_tokens, store, config)
+            simulated_store = simulate_stored()
     if config.timed_prompts > 0:
         with stopwatch.stage("time"):
             speed = _time(config, target, drafter, prompts[: config.timed_prompts])

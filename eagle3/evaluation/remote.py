@@ -20,7 +20,7 @@ from eagle3.evaluation.served import (
     num_steps_of,
     served_rounds,
 )
-from eagle3.evaluation.simulate import open_store, simulate_store
+from eagle3.evaluation.simulate import held_out_indices, open_store, simulate_store
 from eagle3.evaluation.turns import ask_all, asked, select_conversations
 from eagle3.evaluation.vllm import VLLMClient, is_vllm
 from eagle3.evaluation.vllm import findings as vllm_findings
@@ -56,7 +56,7 @@ def prepare_served(config: EvaluateConfig) -> Callable[[], Report]:
         conversations=conversations,
         tokenizer=tokenizer,
         end_ids=end_token_ids(tokenizer_path, tokenizer),
-        simulate_all=_prepare_simulation(config) if config.store is not None else None,
+        simulate_stored=_prepare_simulation(config) if config.store is not None else None,
     )
 
 
@@ -69,13 +69,13 @@ def _evaluate(
     conversations: list[Conversation],
     tokenizer: PreTrainedTokenizerBase,
     end_ids: frozenset[int],
-    simulate_all: Callable[[], Measured] | None,  # over a store
+    simulate_stored: Callable[[], Measured] | None,
 ) -> Report:
     stopwatch = Stopwatch()
     simulated_store = None
-    if simulate_all is not None:
+    if simulate_stored is not None:
         with stopwatch.stage("simulate_store"):
-            simulated_store = simulate_all()
+            simulated_store = simulate_stored()
 
     def answer_all(prompts: list[list[int]]) -> list[ServedAnswer]:
         with progress_bar("asking the server", len(prompts), "answers") as advance:
@@ -128,4 +128,5 @@ def _prepare_simulation(config: EvaluateConfig) -> Callable[[], Measured]:
     dtype = getattr(torch, config.target.dtype)
     device = "cuda" if torch.cuda.is_available() and config.target.device != "cpu" else "cpu"
     weights = load_target_weights(path).to(device, dtype)
-    return partial(simulate_store, drafter.to(device, dtype).eval(), weights.embed_tokens, store, config)
+    indices = held_out_indices(store, config.held_out_share)
+    return partial(simulate_store, drafter.to(device, dtype).eval(), weights.embed_tokens, store, indices, config)

@@ -184,22 +184,29 @@ def packs_of_store(
         yield from on_device(read, device)
 
 
-def simulate_store(
-    drafter: Eagle3Drafter, embed_tokens: Tensor, store: FeatureStore, config: EvaluateConfig
-) -> Measured:
-    """Measures the drafter on the store's samples that were kept out of training; on all if the config says no share.
+def held_out_indices(store: FeatureStore, share: float | None) -> list[int]:
+    """Returns the indices of the store's samples that were kept out of training; of all where no share is named.
 
     Raises:
         UserError: there is none.
     """
-    indices = list(range(len(store)))
-    if config.held_out_share is not None:
-        indices = store.split(config.held_out_share)[1]
+    indices = list(range(len(store))) if share is None else store.split(share)[1]
     if not indices:
         raise UserError(
-            f"held_out_share must leave samples of the store, got none of {len(store)} with {config.held_out_share} "
+            f"held_out_share must leave samples of the store, got none of {len(store)} with {share} "
             f"({store.path}); use the share of the training run"
         )
+    return indices
+
+
+def simulate_store(
+    drafter: Eagle3Drafter,
+    embed_tokens: Tensor,  # (V, D) the target's, on the drafter's device
+    store: FeatureStore,
+    indices: Sequence[int],  # of the samples
+    config: EvaluateConfig,
+) -> Measured:
+    """Measures the drafter on samples of a store."""
     with progress_bar("simulating the store", len(indices), "samples") as advance:
         rounds = simulate(
             drafter,

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
 from store import drop_caches, measured, read_plain
 
-from eagle3.config import DataConfig, DraftConfig, ObjectiveConfig, RunConfig, TargetConfig, TrainConfig
+from eagle3.config import DataConfig, DeepSpeedFile, DraftConfig, ObjectiveConfig, RunConfig, TargetConfig, TrainConfig
 from eagle3.draft.model import Eagle3Drafter
 from eagle3.features.store import FeatureStore
 from eagle3.training.batches import Batches, Position
@@ -68,7 +68,7 @@ def make_engine(case: Case) -> Engine:
         objective=ObjectiveConfig(ttt_steps=TTT_STEPS),
         run=RunConfig(
             mixed_precision="bf16" if on_gpu else "no",
-            deepspeed=f"zero{case.zero}",
+            deepspeed=DeepSpeedFile(f"zero{case.zero}"),
             deterministic=case.deterministic,
         ),
     )

@@ -12,13 +12,20 @@ def main() -> None:
     parser.add_argument(
         "--prompts", help="a file, a glob, a folder, or hf:OWNER/NAME (default: prompts.path of the config)"
     )
+    parser.add_argument(
+        "--answers-only", action="store_true", help="store no states: a training has them made while it runs"
+    )
     arguments = parse_arguments(parser)
     config = load_config(ExtractConfig, find_config(arguments.config, "extract"), arguments.overrides)
     if arguments.prompts is not None:
         config = replace(config, prompts=replace(config.prompts, path=arguments.prompts))
     with loading():
+        from eagle3.capture.answering import write_answers
         from eagle3.capture.extraction import run_extraction
-    run_extraction(config)
+    if arguments.answers_only:
+        write_answers(config)
+    else:
+        run_extraction(config)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Feature store -> drafter."""
 
 from eagle3.cli import command_parser, loading, parse_arguments, run_command
-from eagle3.config import TrainConfig
+from eagle3.config import ExtractConfig, TrainConfig
 from eagle3.config_file import find_config, load_config
 
 
@@ -11,7 +11,16 @@ def main() -> None:
     config = load_config(TrainConfig, find_config(arguments.config, "train"), arguments.overrides)
     with loading():
         from eagle3.training.trainer import train
-    train(config)
+    if not config.data.path.endswith((".yaml", ".yml")):
+        train(config)
+        return
+    with loading():
+        from eagle3.capture.streaming import streamed_samples
+        from eagle3.training.distributed import quiet_other_ranks
+    quiet_other_ranks()
+    extraction = load_config(ExtractConfig, find_config(config.data.path, "extract"), [])
+    with streamed_samples(extraction, config.data.path) as samples:
+        train(config, samples)
 
 
 if __name__ == "__main__":

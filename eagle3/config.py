@@ -134,7 +134,7 @@ class DraftConfig:
 class DataConfig:
     """How a store becomes batches."""
 
-    path: str  # the feature store
+    path: str  # the feature store; or an extraction's config (.yaml), whose servers make the states meanwhile
     held_out_share: float = 1 / 6  # chosen by a hash of the sample id, never trained on
     samples_per_step: int = 8  # samples of one optimizer step, over all ranks and micro-steps
     batch_tokens: int = 8192  # tokens of one micro-batch on one rank; longer samples get a micro-batch of their own

@@ -79,8 +79,8 @@ def test_the_same_seed_makes_the_same_drafter(base: TrainConfig) -> None:
 
 
 def test_the_largest_micro_batch_is_the_limit_or_the_longest_sample(base: TrainConfig) -> None:
-    inputs = load_inputs(base)
-    samples = [inputs.store[index] for index in inputs.train_indices]
+    inputs, store = load_inputs(base), FeatureStore(base.data.path)
+    samples = [store[index] for index in inputs.train_indices]
     num_tokens, share = largest_micro_batch(inputs, 5)
     assert num_tokens == max(sample.input_ids.numel() for sample in samples)
     total = sum(sample.input_ids.numel() for sample in samples)

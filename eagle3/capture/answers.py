@@ -20,19 +20,21 @@ ANSWERS_NAME = "answers.jsonl"
 class AnswerLog:
     """One line per answered conversation; owns the file."""
 
-    def __init__(self, path: Path) -> None:
-        """Opens the log of a store's directory; a line that a kill cut short goes.
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+        """Opens the log of a store's directory; a line that a kill cut short goes, or is passed over with `read_only`.
 
         Raises:
             UserError: another line is damaged.
         """
         self._path = path / ANSWERS_NAME
-        self._file = os.fdopen(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600), "r+b")
+        flags = os.O_RDONLY if read_only else os.O_CREAT | os.O_RDWR
+        self._file = os.fdopen(os.open(self._path, flags, 0o600), "rb" if read_only else "r+b")
         self._offsets: dict[str, int] = {}  # of the lines: token ids of a long run do not stay in memory
         offset = 0
         for line in self._file:
             if not line.endswith(b"\n"):
-                self._file.truncate(offset)
+                if not read_only:
+                    self._file.truncate(offset)
                 break
             try:
                 self._offsets[json.loads(line)["sample_id"]] = offset

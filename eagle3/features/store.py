@@ -14,13 +14,14 @@ from eagle3.config import UserError
 from eagle3.features.codec import CodedStates
 from eagle3.features.index import INDEX_NAME, REMAKE, fault_of, load_index, open_shard, verify_store
 from eagle3.features.location import Location
-from eagle3.features.manifest import DTYPES, load_manifest
-from eagle3.features.record import FeatureSample, is_held_out
+from eagle3.features.manifest import load_manifest
+from eagle3.features.record import FeatureSample
+from eagle3.features.samples import Samples
 from eagle3.features.shard import IndexEntry, Shard, shard_name
 from eagle3.features.stored import StoredSample, coded_states, decode_sample
 
 
-class FeatureStore:
+class FeatureStore(Samples):
     """The samples of a store, by number; may be read by several threads."""
 
     def __init__(self, where: Path | str, cache_bytes: int = 0) -> None:
@@ -32,11 +33,9 @@ class FeatureStore:
             UserError: there is none, or it is damaged.
         """
         self.location = Location(where)
-        self.path = where
-        self.manifest = load_manifest(self.location)
-        self.dtype = DTYPES[self.manifest.dtype]  # of decoded states
+        manifest = load_manifest(self.location)
         self._records = {record.number: record for record in load_index(self.location)}
-        self.entries = [entry for record in self._records.values() for entry in record.entries]
+        super().__init__(where, manifest, [entry for record in self._records.values() for entry in record.entries])
         self._shards: dict[int, Shard] = {}
         self._normalisers: dict[int, Tensor] = {}  # by shard: what it lacks
         self._latest_columns: dict[str, tuple[int, Tensor]] = {}  # by name: a shard's number, and its column
@@ -45,9 +44,6 @@ class FeatureStore:
         self._cache_room = cache_bytes
         self._cache_lock = threading.Lock()
         _check_ids(self.entries, self.location)
-
-    def __len__(self) -> int:
-        return len(self.entries)
 
     def __getitem__(self, index: int) -> FeatureSample:
         """Reads a sample and decodes it; the first time, its checksum is compared too.
@@ -95,11 +91,6 @@ class FeatureStore:
         self._keep(index, stored)
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of all samples."""
-        return sum(entry.num_tokens for entry in self.entries)
-
-    @property
     def num_bytes(self) -> int:
         """Bytes of all shards."""
         return sum(record.num_bytes for record in self._records.values())
@@ -108,10 +99,9 @@ class FeatureStore:
         """Reads every byte and returns what is wrong, one sentence each."""
         return verify_store(self.path, advance)
 
-    def split(self, held_out_share: float) -> tuple[list[int], list[int]]:
-        """Returns the indices of the training and of the held-out samples."""
-        held_out = [is_held_out(entry.sample_id, held_out_share) for entry in self.entries]
-        return [i for i, out in enumerate(held_out) if not out], [i for i, out in enumerate(held_out) if out]
+    def input_ids(self, index: int) -> Tensor:
+        """Reads the token ids (T,) of a sample, and nothing else of it."""
+        return self._read_column(index, "input_ids")
 
     def loss_mask(self, index: int) -> Tensor:
         """Reads the loss mask (T,) of a sample, and nothing else of it."""
@@ -139,28 +129,6 @@ class FeatureStore:
         shard = self.shard(number)
         names = [name for name in shard.columns if name.startswith("last_") and name != "last_rows"]
         return coded_states({name: shard.read_column(name) for name in names}, "last")
-
-    def answers(self, index: int) -> list[Tensor]:
-        """Returns the ids (N,) of each run of supervised tokens of a sample."""
-        input_ids, loss_mask = self._read_column(index, "input_ids"), self._read_column(index, "loss_mask")  # (T,)
-        values, lengths = loss_mask.unique_consecutive(return_counts=True)
-        runs = input_ids.split(lengths.tolist())
-        return [run for run, counts in zip(runs, values.tolist(), strict=True) if counts]
-
-    def token_counts(self, indices: list[int]) -> Tensor:
-        """Returns how often each token occurs under the loss masks of the samples at `indices`, (V,) int64."""
-        counts = torch.zeros(self.manifest.vocab_size, dtype=torch.int64)  # (V,)
-        for index in indices:
-            input_ids, loss_mask = self._read_column(index, "input_ids"), self._read_column(index, "loss_mask")  # (T,)
-            seen = torch.bincount(input_ids[loss_mask].clamp(min=0), minlength=counts.numel())  # (V,), unless damaged
-            if seen.numel() != counts.numel() or bool((input_ids < 0).any()):
-                raise UserError(
-                    f"token ids must be within the target's vocabulary of {counts.numel()}, got "
-                    f"{int(input_ids.min())} to {int(input_ids.max())} (sample {self.entries[index].sample_id!r} of "
-                    f"{self.path}); run `python -m eagle3 features verify` on the store"
-                )
-            counts += seen
-        return counts
 
     def shard(self, number: int) -> Shard:
         """Returns a shard with its header read.
@@ -200,7 +168,7 @@ class FeatureStore:
                 self._cache_room -= stored.num_bytes
 
 
-def digest_store(store: FeatureStore) -> str:
+def digest_store(store: Samples) -> str:
     """Returns an xxh3_128 hex digest of what is in a store: manifest, samples in order, their checksums."""
     digest = xxhash.xxh3_128(json.dumps(dataclasses.asdict(store.manifest), sort_keys=True).encode())
     for entry in store.entries:

@@ -14,8 +14,8 @@ from rich.progress import track
 from torch import Tensor
 
 from eagle3.config import DataConfig, UserError
-from eagle3.features.store import FeatureStore
-from eagle3.training.packs import CodedPack, PackReader
+from eagle3.features.samples import Samples
+from eagle3.training.packs import CodedPack, pack_reader
 from eagle3.training.sequence_split import Ranks, share_of
 
 # A prime well above any number of epochs: (seed, epoch) pairs get different permutations.
@@ -56,7 +56,7 @@ def num_counted_rows(loss_mask: Tensor) -> int:  # (T,)
     return int((loss_mask[1:-1] & loss_mask[2:]).sum())
 
 
-def usable_samples(store: FeatureStore, indices: Sequence[int], max_tokens: int) -> UsableSamples:
+def usable_samples(store: Samples, indices: Sequence[int], max_tokens: int) -> UsableSamples:
     """Leaves out samples that are too long or would train nothing."""
     short = [index for index in indices if store.entries[index].num_tokens <= max_tokens]
     # Quick for thousands of samples, half a minute for a million.
@@ -70,7 +70,7 @@ class Batches:
 
     def __init__(
         self,
-        store: FeatureStore,
+        store: Samples,
         indices: list[int],
         config: DataConfig,
         ranks: Ranks,
@@ -94,7 +94,7 @@ class Batches:
         self._config = config
         self._ranks = ranks
         self._ttt_steps = ttt_steps
-        self._reader = PackReader(store, config.read_threads, pin=pin, embed_tokens=embed_tokens)
+        self._reader = pack_reader(store, config.read_threads, pin=pin, embed_tokens=embed_tokens)
         self._shards = [store.entries[index].shard for index in indices]
         self._order: tuple[int, list[int]] = (-1, [])  # of the latest epoch
         self.steps_per_epoch = -(-len(indices) // config.samples_per_step)

@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle3.config import TrainConfig, UserError, by_dotted_name, config_to_dict
-from eagle3.features.store import FeatureStore, digest_store
+from eagle3.features.samples import Samples
+from eagle3.features.store import digest_store
 from eagle3.features.stored import bytes_of
 from eagle3.files import PRIVATE, sync, system_errors, write_whole
 from eagle3.training.batches import Position
@@ -81,7 +82,7 @@ class Checkpoint:
         return safe_open(self.path / TENSORS_NAME, framework="pt")
 
 
-def initial_state(config: TrainConfig, store: FeatureStore) -> TrainState:
+def initial_state(config: TrainConfig, store: Samples) -> TrainState:
     """Returns the state before the first step."""
     return TrainState(maths=maths_of(config), store_digest=digest_store(store))
 

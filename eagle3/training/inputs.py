@@ -23,6 +23,7 @@ from eagle3.draft.target_weights import (
     load_target_weights,
 )
 from eagle3.features.manifest import check_same_target
+from eagle3.features.samples import Samples
 from eagle3.features.store import FeatureStore
 from eagle3.prompts.tokenizers import kept_token_ids, load_tokenizer, tokenizer_digest
 from eagle3.training.batches import usable_samples
@@ -35,9 +36,9 @@ CEILING_SAMPLES = 500  # enough for two digits of tau, in a second
 
 @dataclass(frozen=True)
 class Inputs:
-    """A store, the drafter to train on it, and what the losses need of the target; all on the CPU."""
+    """Samples, the drafter to train on it, and what the losses need of the target; all on the CPU."""
 
-    store: FeatureStore
+    store: Samples
     train_indices: list[int]
     held_out_indices: list[int]
     target: TargetWeights
@@ -45,15 +46,15 @@ class Inputs:
     drafter: Eagle3Drafter
 
 
-def load_inputs(config: TrainConfig) -> Inputs:
-    """Opens the store and makes the untrained drafter.
+def load_inputs(config: TrainConfig, samples: Samples | None = None) -> Inputs:
+    """Opens the store, unless `samples` are given, and makes the untrained drafter.
 
     Raises:
         UserError: a setting makes no sense, store, target and config do not belong together, or nothing is left to
             train or to validate on.
     """
     check_settings(config)
-    store = FeatureStore(config.data.path, config.data.cache_bytes)
+    store = FeatureStore(config.data.path, config.data.cache_bytes) if samples is None else samples
     target_path = Path(config.target.path)
     target_config = load_target_config(target_path)
     capture_layers = config.target.capture_layers
@@ -92,7 +93,7 @@ def device_weights(inputs: Inputs, embeddings: Literal["device", "host"]) -> Tar
     return weights.drafted(inputs.drafter.target_ids)
 
 
-def _log_ceiling(vocab: DraftVocab, store: FeatureStore, indices: list[int], num_draft_tokens: int) -> None:
+def _log_ceiling(vocab: DraftVocab, store: Samples, indices: list[int], num_draft_tokens: int) -> None:
     """Says what the draft vocabulary costs, on answers that it was not counted on where there are any."""
     answers = [answer for index in indices[:CEILING_SAMPLES] for answer in store.answers(index)]
     if any(answer.numel() > 1 for answer in answers):
@@ -104,7 +105,7 @@ def _log_ceiling(vocab: DraftVocab, store: FeatureStore, indices: list[int], num
         )  # fmt: skip
 
 
-def split_samples(store: FeatureStore, data: DataConfig) -> tuple[list[int], list[int]]:
+def split_samples(store: Samples, data: DataConfig) -> tuple[list[int], list[int]]:
     """Returns the indices to train on and to validate on; the samples left out are counted in the log.
 
     Raises:

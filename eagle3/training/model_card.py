@@ -3,12 +3,12 @@
 import json
 
 from eagle3.config import TrainConfig, config_to_dict
-from eagle3.features.store import FeatureStore
+from eagle3.features.samples import Samples
 from eagle3.training.checkpoints import TrainState
 from eagle3.training.validation import Validation
 
 
-def model_card(config: TrainConfig, store: FeatureStore, state: TrainState, validation: Validation) -> str:
+def model_card(config: TrainConfig, store: Samples, state: TrainState, validation: Validation) -> str:
     """Returns the card in Markdown."""
     acceptance, manifest = validation.acceptance, store.manifest
     untrained = "" if state.tau_untrained is None else f" The untrained drafter has {state.tau_untrained:.3f}."

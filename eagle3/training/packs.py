@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from eagle3.draft.ttt import PackedSequences, check_last_rows
+from eagle3.draft.ttt import PackedSequences, check_last_rows, pack
 from eagle3.features.codec import CodedStates, decode
+from eagle3.features.samples import Samples
 from eagle3.features.store import FeatureStore
 from eagle3.features.stored import LAST_COLUMNS, coded_states
+from eagle3.features.stream import SampleStream
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,18 @@ class CodedPack:
         """Copies to a device, without a wait where the memory is pinned."""
         return replace(self, tokens=self.tokens.to(device), aux=self.aux.to(device), last=self.last.to(device))
 
+    def pinned(self) -> "CodedPack":
+        """Copies to memory that a GPU can copy from while it works."""
+        tokens = replace(
+            self.tokens,
+            input_ids=self.tokens.input_ids.pin_memory(),
+            positions=self.tokens.positions.pin_memory(),
+            target_logz=None if self.tokens.target_logz is None else self.tokens.target_logz.pin_memory(),
+            embeds=None if self.tokens.embeds is None else self.tokens.embeds.pin_memory(),
+        )
+        aux, last = CodedStates(self.aux.codes.pin_memory()), CodedStates(self.last.codes.pin_memory())
+        return replace(self, tokens=tokens, aux=aux, last=last)
+
     def decoded(self) -> PackedSequences:
         """Returns the pack with its states, on the device where they are."""
         return replace(
@@ -56,6 +70,28 @@ class CodedPack:
         parts = [each for one in states for each in (one.codes, one.scales, one.outlier_columns, one.outliers)]
         parts += [tokens.input_ids, tokens.positions, tokens.target_logz, tokens.embeds]
         return [part for part in parts if part is not None]
+
+
+class StreamReader:
+    """Has samples made by a running target, in memory that a GPU can copy from."""
+
+    def __init__(self, stream: SampleStream, *, pin: bool, embed_tokens: Tensor | None = None) -> None:
+        """With `embed_tokens` (V, D), in the host's memory, packs come with the rows of their tokens."""
+        self._stream = stream
+        self._pin = pin
+        self._embed_tokens = embed_tokens
+
+    def read(self, indices: Sequence[int]) -> CodedPack:
+        """Has the samples at `indices` of the stream made, in that order.
+
+        Raises:
+            UserError: as `SampleStream.read`.
+        """
+        packed = pack(self._stream.read(indices))
+        if packed.target_logz is None:
+            packed = replace(packed, target_logz=self._stream.normalisers(packed.last_hidden_states))
+        packed = replace(packed, embeds=embedded(self._embed_tokens, packed.input_ids))
+        return CodedPack.of(packed).pinned() if self._pin else CodedPack.of(packed)
 
 
 class PackReader:
@@ -114,7 +150,7 @@ class PackReader:
             last_hidden_states=nothing,
             target_logz=columns["target_logz"] if "target_logz" in columns else self._normalisers(indices),
             sample_ids=tuple(entry.sample_id for entry in entries),
-            embeds=self._embeds(columns["input_ids"].long()),
+            embeds=embedded(self._embed_tokens, columns["input_ids"].long(), pin=self._pin),
         )
         aux, last = coded_states(columns, "aux"), coded_states(columns, "last")
         return CodedPack(tokens, aux, last, store.dtype, store.manifest.hidden_size)
@@ -124,15 +160,26 @@ class PackReader:
         parts = [part for part in map(self._store.normalisers, indices) if part is not None]
         return self._pinned(torch.cat(parts)) if len(parts) == len(indices) else None
 
-    def _embeds(self, input_ids: Tensor) -> Tensor | None:  # (T,) -> (T, D)
-        if self._embed_tokens is None:
-            return None
-        shape = (input_ids.numel(), self._embed_tokens.shape[1])
-        rows = torch.empty(shape, dtype=self._embed_tokens.dtype, pin_memory=self._pin)
-        return torch.index_select(self._embed_tokens, 0, input_ids, out=rows)
-
     def _pinned(self, tensor: Tensor) -> Tensor:
         return tensor.pin_memory() if self._pin else tensor
+
+
+def pack_reader(
+    samples: Samples, num_threads: int, *, pin: bool, embed_tokens: Tensor | None = None
+) -> PackReader | StreamReader:
+    """Returns what reads packs of these samples; `num_threads` read a store's."""
+    if isinstance(samples, SampleStream):
+        return StreamReader(samples, pin=pin, embed_tokens=embed_tokens)
+    assert isinstance(samples, FeatureStore), type(samples)
+    return PackReader(samples, num_threads, pin=pin, embed_tokens=embed_tokens)
+
+
+def embedded(embed_tokens: Tensor | None, input_ids: Tensor, *, pin: bool = False) -> Tensor | None:  # (T,) -> (T, D)
+    """Returns the rows of an embedding in the host's memory, if it is there."""
+    if embed_tokens is None:
+        return None
+    rows = torch.empty(input_ids.numel(), embed_tokens.shape[1], dtype=embed_tokens.dtype, pin_memory=pin)
+    return torch.index_select(embed_tokens, 0, input_ids, out=rows)
 
 
 def on_device(packs: Iterable[CodedPack], device: torch.device) -> Iterator[PackedSequences]:

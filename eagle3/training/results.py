@@ -7,6 +7,7 @@ from typing import Any
 from eagle3.board import drafter_files, feature_store
 from eagle3.config import TrainConfig
 from eagle3.draft.questions import COLUMNS, QUESTIONS_NAME, read_questions, rows
+from eagle3.features.samples import Samples
 from eagle3.features.store import FeatureStore
 from eagle3.tracking import Tracker
 from eagle3.training.checkpoints import TrainState
@@ -37,8 +38,10 @@ def facts(config: TrainConfig, inputs: Inputs, engine: Engine, state: TrainState
     }
 
 
-def show_inputs(tracker: Tracker, store: FeatureStore, digest: str) -> None:
-    """Shows what the run reads."""
+def show_inputs(tracker: Tracker, store: Samples, digest: str) -> None:
+    """Shows what the run reads, if it is stored."""
+    if not isinstance(store, FeatureStore):
+        return
     manifest = dataclasses.asdict(store.manifest)
     tracker.board.reads(feature_store(store.path, store.location.sizes(), digest, manifest))
 

@@ -15,6 +15,7 @@ from eagle3.board import check_backend
 from eagle3.config import TrainConfig, UserError
 from eagle3.draft.export import TRAINED_ON, export_drafter
 from eagle3.draft.questions import QUESTIONS_NAME, write_questions
+from eagle3.features.samples import Samples
 from eagle3.tracking import Tracker, identify, new_run_dir, open_board, run_dir_to_resume, write_provenance
 from eagle3.training.batches import Batches, StepBatch
 from eagle3.training.checkpoints import (
@@ -68,8 +69,10 @@ class Session:
     watch: Watch
 
 
-def train(config: TrainConfig) -> Path:
+def train(config: TrainConfig, samples: Samples | None = None) -> Path:
     """Trains a drafter and returns the run's directory; the best drafter is in its `drafter/`.
+
+    Without `samples` it trains on the store of `data.path`.
 
     Raises:
         UserError: store, target, config and launcher do not belong together, or a micro-batch does not fit the GPU.
@@ -78,7 +81,7 @@ def train(config: TrainConfig) -> Path:
     """
     quiet_other_ranks()
     check_backend(config.tracking)
-    inputs = load_inputs(config)
+    inputs = load_inputs(config, samples)
     accelerator, world = start(config)
     run_dir = train_among_ranks(config, inputs, accelerator, world)
     # Nothing of the run holds DDP any more. Its reducer must not be the last to hold the process group: it would end

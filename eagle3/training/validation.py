@@ -12,13 +12,13 @@ from eagle3.config import DataConfig, UserError
 from eagle3.draft.acceptance import Acceptance, answer_rounds, summarise
 from eagle3.draft.questions import Question, of_pack
 from eagle3.draft.ttt import chain_matches
-from eagle3.features.store import FeatureStore
+from eagle3.features.samples import Samples
 from eagle3.training.batches import deal
 from eagle3.training.distributed import gather, reduce_sum
 from eagle3.training.engine import Engine
 from eagle3.training.faults import out_of_memory_message
 from eagle3.training.optimizer_step import MetricSums
-from eagle3.training.packs import PackReader, on_device
+from eagle3.training.packs import on_device, pack_reader
 from eagle3.training.prefetch import prefetched
 from eagle3.training.stopping import StopSignal
 from eagle3.training.watch import Watch
@@ -38,7 +38,7 @@ class Validation:
 @torch.no_grad()
 def validate(
     engine: Engine,
-    store: FeatureStore,
+    store: Samples,
     indices: list[int],
     *,
     data: DataConfig,
@@ -62,7 +62,7 @@ def validate(
     not_finite: list[str] = []  # samples
     packs = deal([store.entries[index].num_tokens for index in indices], data.batch_tokens, world.size)
     bar = bars.add_task("held-out samples", total=len(indices) / world.size)
-    reader = PackReader(store, data.read_threads, pin=world.device.type == "cuda", embed_tokens=module.host_embeddings)
+    reader = pack_reader(store, data.read_threads, pin=world.device.type == "cuda", embed_tokens=module.host_embeddings)
     mine = packs[world.rank :: world.size]
     wanted = ([indices[i] for i in members] for members in mine if members)
     for coded in prefetched(reader.read, wanted, depth=2):

@@ -1,0 +1,225 @@
+"""A training whose states the target makes meanwhile is the training on a store of the same prompts."""
+
+import dataclasses
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import write_tiny_target
+from tiny_extractions import contents, make_config, prompt_rows, run_command_line
+from tiny_training import tiny_config
+from training_runs import STEPS, TWO_RANKS, assert_same_bits, assert_same_training, launch, metrics_of, with_run
+
+from eagle3.capture.answering import write_answers
+from eagle3.capture.engine import SetAside
+from eagle3.capture.extraction import run_extraction
+from eagle3.capture.inprocess import TransformersEngine
+from eagle3.capture.streaming import streamed_samples
+from eagle3.config import ExtractConfig, RegenerateConfig, StoreConfig, TrainConfig, UserError, config_to_dict
+from eagle3.features.store import FeatureStore
+from eagle3.features.stream import TokenSample
+from eagle3.training.trainer import train
+
+
+@pytest.fixture(scope="module")
+def extraction(tmp_path_factory: pytest.TempPathFactory) -> ExtractConfig:
+    """Settings of an extraction with the answers of the file, which has been run."""
+    directory = tmp_path_factory.mktemp("extraction")
+    target = write_tiny_target(directory / "target")
+    given = RegenerateConfig(enabled=False)
+    rows = prompt_rows(24)
+    for name in ("any-order", "store"):
+        # One at a time: batched with others, states are rounded otherwise, and six steps make 1e-4 of that.
+        config = make_config(target, directory, rows, regenerate=given, batch_tokens=1)
+        config = dataclasses.replace(config, store=StoreConfig(str(directory / name)))
+        run_extraction(config)
+        # A store has samples as they were captured, by length: in a file of that order both have the same numbers.
+        order = [entry.sample_id for entry in FeatureStore(directory / name).entries]
+        rows.sort(key=lambda row: order.index(row["id"]))
+    return config
+
+
+def stream_path(extraction: ExtractConfig) -> str:
+    """Writes the settings beside the prompts, as train.py's data.path."""
+    path = Path(extraction.store.path).with_name("live.yaml")
+    path.write_text(yaml.safe_dump(config_to_dict(extraction)))
+    return str(path)
+
+
+def train_config(extraction: ExtractConfig, data_path: str, run_dir: Path) -> TrainConfig:
+    config = tiny_config(Path(data_path), Path(extraction.target.path), run_dir)
+    target = dataclasses.replace(config.target, capture_layers=None)
+    data = dataclasses.replace(config.data, batch_tokens=400)
+    config = dataclasses.replace(config, target=target, data=data)
+    return with_run(config, max_steps=STEPS, save_every=3, validate_every=3, keep_last=9)
+
+
+@pytest.fixture(scope="module")
+def on_the_store(extraction: ExtractConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(train_config(extraction, extraction.store.path, tmp_path_factory.mktemp("store") / "run"))
+
+
+def test_it_is_the_same_training_also_after_a_resume(
+    extraction: ExtractConfig, on_the_store: Path, tmp_path: Path
+) -> None:
+    config = train_config(extraction, stream_path(extraction), tmp_path / "run")
+    with streamed_samples(extraction, config.data.path) as samples:
+        assert samples.num_bytes == 0
+        run_dir = train(config, samples)
+    assert_same_training(run_dir, on_the_store)
+    shutil.rmtree(run_dir / f"step-{STEPS:06d}")
+    with streamed_samples(extraction, config.data.path) as samples:
+        assert train(with_run(config, resume="auto"), samples) == run_dir
+    assert_same_training(run_dir, on_the_store)
+
+
+def test_two_ranks_ask_for_their_own_samples(extraction: ExtractConfig, tmp_path: Path) -> None:
+    told = {}
+    for name, path in (("store", extraction.store.path), ("stream", stream_path(extraction))):
+        config = train_config(extraction, path, tmp_path / name)
+        data = dataclasses.replace(config.data, embeddings="host")
+        config = dataclasses.replace(config, data=data)
+        done = launch([*TWO_RANKS, "train.py"], config, tmp_path, "--config", "CONFIG")
+        assert done.returncode == 0, done.stderr[-4000:]
+        told[name] = done.stderr
+    assert told["stream"].count("samples come from transformers while they are trained on") == 1, "the main rank's"
+    assert_same_bits(tmp_path / "stream", tmp_path / "store")
+
+
+def test_samples_are_those_of_the_store_and_make_its_normalisers_where_nobody_else_does(
+    extraction: ExtractConfig, monkeypatch: pytest.MonkeyPatch, on_the_store: Path, tmp_path: Path
+) -> None:
+    store = FeatureStore(extraction.store.path)
+    with streamed_samples(extraction, "live.yaml") as samples:
+        assert [entry.sample_id for entry in samples.entries] == [entry.sample_id for entry in store.entries]
+        for name in ("offset", "num_tokens", "last_offset", "num_last", "num_supervised"):
+            assert [getattr(e, name) for e in samples.entries] == [getattr(e, name) for e in store.entries], name
+        for made, index in zip(samples.read([3, 0]), [3, 0], strict=True):
+            stored = store[index]
+            for name in (
+                "input_ids",
+                "loss_mask",
+                "last_rows",
+                "aux_hidden_states",
+                "last_hidden_states",
+                "target_logz",
+            ):
+                assert torch.equal(getattr(made, name), getattr(stored, name)), name
+    monkeypatch.setattr(TransformersEngine, "log_normaliser", lambda engine, last: None)  # as servers do
+    config = train_config(extraction, stream_path(extraction), tmp_path / "run")
+    with streamed_samples(extraction, config.data.path) as samples:
+        assert_same_training(train(config, samples), on_the_store)
+
+
+def without(ids: Sequence[int]) -> object:
+    """Returns TransformersEngine.capture_each that gives up the samples at these places of each call."""
+    capture_each = TransformersEngine.capture_each
+
+    def some(engine: TransformersEngine, sequences: Iterator[Sequence[int]]) -> Iterator[object]:
+        for place, result in capture_each(engine, sequences):
+            yield (place, SetAside("the server did not survive it")) if place in ids else (place, result)
+
+    return some
+
+
+def test_a_sample_without_states_teaches_nothing_and_is_named_once(
+    extraction: ExtractConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    config = dataclasses.replace(extraction, max_quarantined_share=0.5)
+    caplog.set_level(logging.WARNING)
+    with streamed_samples(config, "live.yaml") as samples:
+        monkeypatch.setattr(TransformersEngine, "capture_each", without([0]))
+        for _ in range(2):
+            lost, kept = samples.read([5, 6])
+        assert not lost.loss_mask.any()
+        assert lost.aux_hidden_states.abs().sum() == 0
+        assert kept.loss_mask.any()
+        name = samples.entries[5].sample_id
+        assert caplog.text.count(f"sample {name!r} is left out of the training: the server did not survive it") == 1
+        # A pack of it alone, too.
+        run_dir = train(train_config(extraction, stream_path(extraction), tmp_path / "run"), samples)
+    assert all(line["loss"] > 0 for line in metrics_of(run_dir) if "loss" in line)
+
+
+def test_too_many_of_them_end_the_training(extraction: ExtractConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    with streamed_samples(dataclasses.replace(extraction, max_quarantined_share=0.1), "live.yaml") as samples:
+        monkeypatch.setattr(TransformersEngine, "capture_each", without([0, 1, 2]))
+        with pytest.raises(UserError, match=r"at most 2 \(max_quarantined_share\), got 3, the latest .*survive it;"):
+            samples.read([0, 1, 2])
+
+
+def test_the_targets_own_answers_are_written_first(
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tiny_target, tmp_path)
+    path = stream_path(config)
+    asked = f"have it answered first: python extract.py --config {path} --answers-only"
+
+    def streamed(config: ExtractConfig) -> dict[str, TokenSample]:
+        with streamed_samples(config, path) as samples:
+            return {entry.sample_id: samples.tokens[number] for number, entry in enumerate(samples.entries)}
+
+    with pytest.raises(UserError, match=f"must be where the target's answers are, got none .*; {asked}"):
+        streamed(config)
+    assert write_answers(config).num_generated > 0
+    # As a kill leaves it, within a line.
+    log = Path(config.store.path) / "answers.jsonl"
+    whole = log.read_bytes()
+    log.write_bytes(whole[: whole.index(b"row-4") + 100])
+    with pytest.raises(UserError, match=f"got 6 of 10 without an answer, first 'row-4' .*; {asked}"):
+        streamed(config)
+    run_command_line(monkeypatch, "--config", path, "--answers-only")
+    assert log.read_bytes() == whole
+    assert not list(log.parent.glob("shard-*"))
+    assert write_answers(config).num_generated == 0, "all of them are there"
+    tokens = streamed(config)
+    other = dataclasses.replace(config, regenerate=dataclasses.replace(config.regenerate, seed=1))
+    with pytest.raises(UserError, match=r"(?s)only with the settings it was begun with .*generation.seed must be 0"):
+        streamed(other)
+    # An extraction into the same store keeps these answers.
+    assert run_extraction(config).num_generated == 0
+    stored = contents(Path(config.store.path))
+    assert stored.keys() == tokens.keys()
+    for name, sample in stored.items():
+        assert torch.equal(sample.input_ids, tokens[name].input_ids)
+        assert torch.equal(sample.loss_mask, tokens[name].loss_mask)
+    given = dataclasses.replace(config, regenerate=RegenerateConfig(enabled=False))
+    with pytest.raises(UserError, match=r"regenerate\.enabled must be true where the target writes the answers"):
+        write_answers(given)
+
+
+def test_what_cannot_be_streamed_is_refused_by_name(extraction: ExtractConfig) -> None:
+    config = dataclasses.replace(
+        extraction,
+        engine="sglang",
+        prompts=dataclasses.replace(extraction.prompts, path=None),
+        store=dataclasses.replace(extraction.store, codec="int8", num_writers=2),
+    )
+    with pytest.raises(UserError) as error, streamed_samples(config, "live.yaml"):
+        pass
+    assert str(error.value).splitlines() == [
+        "some settings of live.yaml cannot be trained from:",
+        "  prompts.path must be a file, got none",
+        "  server.urls must name servers that run, got none: a training starts none",
+        "  store.codec must be exact where nothing is stored, got 'int8'",
+        "  store.num_writers must be 1 where nothing is stored, got 2",
+        "change them",
+    ]
+
+
+def test_another_target_is_refused_before_a_step(extraction: ExtractConfig, tmp_path: Path) -> None:
+    other = write_tiny_target(tmp_path / "other", seed=1)
+    config = train_config(extraction, stream_path(extraction), tmp_path / "run")
+    config = dataclasses.replace(config, target=dataclasses.replace(config.target, path=str(other)))
+    done = launch([sys.executable, "train.py"], config, tmp_path, "--config", "CONFIG")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "live.yaml" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("change target.path")
+    assert not os.path.exists(tmp_path / "run")

@@ -149,7 +149,8 @@ def show(report: dict[str, Any]) -> None:
     rows = [row for row in report["rows"] if "out_of_memory" not in row]
     plain = [row for row in rows if not row["cold"] and not row["deterministic"]]
     alone = {(row["shape"], row["zero"]): row["tokens_per_second"] for row in plain if row["gpus"] == 1}
-    table = Table("work", "GPUs", "ZeRO", "tokens/s", "x", "ms/step", "data wait", "peak GiB", "estimate", "disk GB/s")
+    titles = ["work", "GPUs", "ZeRO", "tokens/s", "x", "ms/step", "data wait"]
+    table = Table(*titles, "begin GiB", "peak", "estimate", "disk GB/s")
     for row in rows:
         one = alone.get((row["shape"], row["zero"]))
         notes = [name for name in ("cold", "deterministic") if row[name]]
@@ -161,8 +162,8 @@ def show(report: dict[str, Any]) -> None:
             "-" if one is None else f"{row['tokens_per_second'] / one:.2f}",
             f"{row['ms_per_step']:.0f}",
             f"{max(row['data_wait_share']):.1%}",
-            f"{max(row['peak_bytes']) / 2**30:.1f}",
-            "-" if row["estimated_bytes"] is None else f"{row['estimated_bytes'] / 2**30:.1f}",
+            *(gib(max(row[name])) for name in ("begin_bytes", "peak_bytes")),
+            gib(row["estimated_bytes"]),
             "-" if row["disk"] is None else f"{row['disk']['gb_per_second']:.2f}",
         )
     console = Console(width=120)
@@ -178,6 +179,10 @@ def show(report: dict[str, Any]) -> None:
                 f"in {save['written_seconds']:.1f} s; steps beside it: "
                 f"{' '.join(f'{seconds:.2f}' for seconds in save['steps_beside_seconds'])} s"
             )
+
+
+def gib(num_bytes: int | None) -> str:
+    return "-" if num_bytes is None else f"{num_bytes / 2**30:.1f}"
 
 
 def main() -> None:

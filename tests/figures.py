@@ -16,6 +16,10 @@ def experiments() -> str:
     return (ROOT / "docs/EXPERIMENTS.md").read_text(encoding="utf-8")
 
 
+def training() -> str:
+    return (ROOT / "docs/TRAINING.md").read_text(encoding="utf-8")
+
+
 def percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.1%}".replace("%", " %")
 

@@ -1,11 +1,11 @@
-"""Every figure in docs/EXPERIMENTS.md on training, capture and the store is the one in the JSON that it names."""
+"""Every figure in docs/EXPERIMENTS.md, and of scaling in docs/TRAINING.md, is the one in the JSON that it names."""
 
 from collections.abc import Callable
 from statistics import median
 from typing import Any
 
 import pytest
-from figures import ROOT, assert_holds, experiments, percent, result_named_in
+from figures import ROOT, assert_holds, experiments, percent, result_named_in, training
 
 CODEC_ERRORS = "benchmarks/results/codec_errors.json"
 LOSS_CURVES = "benchmarks/results/loss_curves.json"
@@ -13,6 +13,7 @@ DROP_REJECTED = "benchmarks/results/drop_rejected.json"
 ATTENTION = "benchmarks/results/attention.json"
 WRITER = "benchmarks/results/writer.json"
 CAPTURE = "benchmarks/results/capture.json"
+SCALING = "benchmarks/results/scaling.json"
 
 
 def curve_lines(result: dict[str, Any]) -> list[str]:
@@ -140,3 +141,57 @@ def test_what_an_fsync_per_shard_costs_is_what_the_json_says() -> None:
     shares = [once / each - 1 for each, once in zip(*writer["seconds"].values(), strict=True)]
     assert f"{-median(shares):.0%} of its throughput".replace("%", " %") in text
     assert 1 - writer["share_of_synced_once"] == pytest.approx(-median(shares))
+
+
+def scaling_lines(result: dict[str, Any]) -> list[str]:
+    """Returns the lines of docs/TRAINING.md that hold tokens/s on several GPUs."""
+    alone = {(row["shape"], row["zero"]): row["tokens_per_second"] for row in result["rows"] if row["gpus"] == 1}
+    lines = []
+    for row in result["rows"]:
+        notes = [note for note in ("cold", "deterministic") if row[note]]
+        one = alone.get((row["shape"], row["zero"]))
+        scaling = "-" if row["gpus"] == 1 or notes or one is None else f"{row['tokens_per_second'] / one:.2f}"
+        lines.append(
+            f"| {', '.join([row['shape'], *notes])} | {row['zero']} | {row['gpus']} | {row['tokens_per_second']:,.0f} "
+            f"| {scaling} | {row['ms_per_step']:.0f} | {percent(max(row['data_wait_share']))} |"
+        )
+    return lines
+
+
+def test_scaling_is_what_the_json_says() -> None:
+    text = training()
+    result = result_named_in(text, SCALING)
+    assert_holds(text, scaling_lines(result))
+    rows = {(row["shape"], row["zero"], row["gpus"], row["cold"], row["deterministic"]): row for row in result["rows"]}
+    warm, large_warm = (rows[shape, 2, 2, False, False] for shape in ("d4096", "d7168"))
+    cold, large_cold = (rows[shape, 2, 2, True, False] for shape in ("d4096", "d7168"))
+    needed = []  # GB/s of the store at the speed of the warm cache; a cold run reads it once, one step for warm-up
+    for each, fast in ((cold, warm), (large_cold, large_warm)):
+        num_tokens = (each["num_steps"] + 1) * each["tokens_per_step"]
+        needed.append(each["disk"]["gb"] / num_tokens * fast["tokens_per_second"])
+    disk, large_disk = (each["disk"]["gb_per_second"] for each in (cold, large_cold))
+    price = 1 - rows["d4096", 2, 2, False, True]["tokens_per_second"] / warm["tokens_per_second"]
+    largest = rows["d7168-full", 2, 2, False, False]
+    saved, beside = largest["saved"], largest["saved"]["steps_beside_seconds"]
+    assert min(beside) <= largest["ms_per_step"] / 1e3 <= max(beside)
+    peaks = [
+        (max(row["peak_bytes"]) / 2**30, row["estimated_bytes"] / 2**30)
+        for row in result["rows"]
+        if row["peak_bytes"] is not None
+    ]
+    assert_holds(
+        " ".join(text.split()),
+        [
+            f"the disk gave {disk:.2f} GB/s (D 4096) and {large_disk:.2f} (D 7168) alone",
+            f"use {needed[0]:.2f} and {needed[1]:.2f} GB/s",
+            f"would wait for {1 - disk / needed[0]:.0%} of its time".replace("%", " %"),
+            f"costs {price:.0%} of tokens/s".replace("%", " %"),
+            f"for {price:.0%} of tokens/s".replace("%", " %"),
+            f"The head of {largest['num_parameters'] / 1e9:.2f} B parameters",
+            f"a save of {saved['num_bytes'] / 1e9:.1f} GB held the steps up for {saved['stall_seconds']:.2f} s "
+            f"and was written in {saved['written_seconds']:.1f} s; "
+            f"the five steps beside it took {min(beside):.2f} to {max(beside):.2f} s",
+            "Peaks were {:.1f} GiB where {:.1f} were estimated (D 4096, 1 GPU), {:.1f} and {:.1f} (D 7168, 1 GPU), "
+            "{:.1f} and {:.1f} (D 4096, 2 GPUs), all ZeRO-1".format(*(number for pair in peaks for number in pair)),
+        ],
+    )

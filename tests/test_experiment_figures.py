@@ -87,6 +87,23 @@ def capture_lines(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def state_lines(result: dict[str, Any]) -> list[str]:
+    """Returns the lines of docs/EXPERIMENTS.md that compare recorded states with those of transformers."""
+    names = {
+        "llama": "Llama",
+        "qwen3": "Qwen3",
+        "llama as int8": "Llama, coded as int8 by the server",
+        "deepseek_v3": "DeepSeek-V3 (MLA, 8 experts)",
+        "kimi_k25": "Kimi-K2.5's wrapper around it",
+    }
+    lines = []
+    for target, name in names.items():
+        rows = [row for row in result["rows"] if row["target"] == target]
+        cells = [f"{row['mean']:.5f}, {row['median']:.5f}, {row['beside']:.3f}" for row in rows]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
 def store_lines(result: dict[str, Any]) -> list[str]:
     """Returns the lines of docs/EXPERIMENTS.md that hold the speed of reader and writer."""
     reader, writer = result["reader"], result["writer"]
@@ -112,6 +129,7 @@ def store_lines(result: dict[str, Any]) -> list[str]:
         ("benchmarks/results/codecs.json", codec_lines),
         ("benchmarks/results/store.json", store_lines),
         (CAPTURE, capture_lines),
+        ("benchmarks/results/capture_states.json", state_lines),
     ],
 )
 def test_figures_of_the_experiments_are_those_of_the_json(

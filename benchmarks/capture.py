@@ -5,7 +5,8 @@
 Both servers have the same flags and hold the same model; a round sends the same requests to one of them and ends when
 the last answer is there and, where states are recorded, when the last file is whole. Which server goes first changes
 with each pair, so that neither has the warmer machine. A small target is prefilled as fast as one thread of Python
-starts its kernels, and a virtual machine's cores differ: the schedulers of both servers run on the same core, alone.
+starts its kernels, whose speed changes by half for seconds at a time on a machine that others use too: many short pairs
+tell more there than a few long ones, and larger forwards (--flag chunked-prefill-size=32768) leave it to the GPU.
 """
 
 import argparse
@@ -25,7 +26,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -215,34 +215,6 @@ def both_servers(
         yield plain, servers[0], area.directory
 
 
-def core_of(cpu: int) -> set[int]:
-    """Returns the CPUs that are hardware threads of the same core."""
-    listed = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
-    ranges = [[int(end) for end in part.split("-")] for part in listed.strip().split(",")]
-    return {each for ends in ranges for each in range(ends[0], ends[-1] + 1)}
-
-
-def free_cores(count: int) -> list[int]:
-    """Keeps this process and those that it will start off as many cores, and returns a CPU of each; none of a few."""
-    cpus = os.sched_getaffinity(0)
-    kept: list[int] = []
-    for cpu in sorted(cpus, reverse=True):
-        if len(kept) < count and len(cpus - core_of(cpu)) >= 8 * count:
-            cpus -= core_of(cpu)
-            kept.append(cpu)
-    os.sched_setaffinity(0, cpus)
-    return kept
-
-
-def pin_schedulers(server: Server, cpus: list[int]) -> None:
-    """Moves the thread of each scheduler that starts kernels to a CPU."""
-    assert server.process is not None
-    children = psutil.Process(server.process.pid).children(recursive=True)
-    schedulers = [child for child in children if "".join(child.cmdline()).startswith("sglang::scheduler")]
-    for scheduler, cpu in zip(schedulers, cpus, strict=True):
-        os.sched_setaffinity(scheduler.pid, {cpu})  # of a process's first thread alone
-
-
 def wait_until_ready(server: Server, config: ServerConfig) -> None:
     """Returns once a server has answered."""
     body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 1}}
@@ -269,11 +241,7 @@ def measure(arguments: argparse.Namespace, model: Path) -> dict[str, Any]:
     load = Load(sequences, posts=4)
     codec: Codec | None = None if arguments.codec == "exact" else arguments.codec
     expected_bytes = load.num_tokens * (len(layers) + 1) * state_bytes(codec or "bf16", hidden_size)
-    cpus = free_cores(arguments.tp)
     with both_servers(config, model, layers, codec) as (plain, recording, staging):
-        if cpus:
-            pin_schedulers(plain, cpus)
-            pin_schedulers(recording, cpus)
         speeds = bus_speeds(staging)
         pairs = []
         for i in range(-WARM_UP_ROUNDS, arguments.pairs):
@@ -299,7 +267,6 @@ def measure(arguments: argparse.Namespace, model: Path) -> dict[str, Any]:
         "num_requests": len(sequences),
         "tokens_per_request": arguments.tokens,
         "tensor_parallel_size": arguments.tp,
-        "scheduler_cpus": cpus,
         "num_pairs": len(pairs),
         "plain_tokens_per_second": load.num_tokens / statistics.median(plain for plain, _ in pairs),
         "recorded_tokens_per_second": load.num_tokens / statistics.median(recorded for _, recorded in pairs),
@@ -338,7 +305,8 @@ def main() -> None:
     show(row)
     if arguments.out is not None:
         rows = json.loads(arguments.out.read_text())["rows"] if arguments.out.exists() else []
-        rows = [each for each in rows if (each["work"], each["codec"]) != (row["work"], row["codec"])]
+        key = ("work", "codec", "flags")
+        rows = [each for each in rows if any(each[name] != row[name] for name in key)]
         report = {
             "command": shlex.join(["python", *sys.argv]),
             "date": time.strftime("%Y-%m-%d"),

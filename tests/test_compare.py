@@ -12,6 +12,7 @@ import pytest
 from tiny_experiment import run_experiment, run_of
 
 from eagle3.config import UserError
+from eagle3.draft.questions import Question
 from eagle3.evaluation import compare
 from eagle3.evaluation.comparison import ASSUMED_SPREAD, seed_spread
 from eagle3.evaluation.comparison import compare as compare_contenders
@@ -263,3 +264,25 @@ def test_chains_of_another_length_are_not_tested_against_each_other(base: Path) 
     assert comparison.remarks == [
         "b cannot be tested against a (held-out samples, in training: 3 drafts a round against 7)"
     ]
+
+
+def test_too_few_questions_in_common_are_counted(base: Path) -> None:
+    run = run_of(base, "long", "train")
+    first, second, *_ = run.questions["held_out"]
+    silent = dataclasses.replace(first.answer, rounds=0.0)
+
+    def remark(a: list[Question], b: list[Question]) -> str:
+        contenders = [
+            Contender(name, dataclasses.replace(run, questions={"held_out": questions}), None)
+            for name, questions in (("a", a), ("b", b))
+        ]
+        return compare_contenders(contenders).remarks[0]
+
+    said = "b cannot be tested against a (held-out samples, in training: "
+    assert remark([first], [first]) == said + "fewer than two questions in common, got 1)"
+    assert remark([first], [second]) == said + "fewer than two questions in common, got 0)"
+    silents = [
+        dataclasses.replace(first, answer=dataclasses.replace(silent, sample_id=sample_id)) for sample_id in ("x", "y")
+    ]
+    took_none = "2 questions in common, for which one or both took no round)"
+    assert remark([*silents, first], [*silents, second]) == said + took_none

@@ -10,7 +10,8 @@ from typing import Any
 
 from eagle3.config import UserError, by_dotted_name
 from eagle3.draft.acceptance import Acceptance, summarise
-from eagle3.evaluation.paired import PairedTest, paired_test
+from eagle3.draft.questions import Question
+from eagle3.evaluation.paired import PairedTest, num_shared_questions, paired_test
 from eagle3.evaluation.runs import Contender, Run
 
 # Measures by how close they are to serving, and what they are called in tables.
@@ -148,7 +149,7 @@ def seed_spread(contenders: Sequence[Contender], acceptance: Mapping[str, Sequen
 
 def _verdicts(
     contenders: Sequence[Contender],
-    taken: Mapping[str, Sequence[Any]],
+    taken: Mapping[str, Sequence[list[Question]]],
     by_position: Mapping[str, Sequence[int | None]],
     spread: float,
 ) -> tuple[list[Verdict], list[str]]:
@@ -170,13 +171,21 @@ def _verdicts(
             drafters = paired_test(first, other, seed=RESAMPLING_SEED)
             recipes = paired_test(first, other, spread, RESAMPLING_SEED)
             if drafters is None or recipes is None:
-                reasons.append(f"{MEASURES[measure]}: no two questions are the same")
+                reasons.append(f"{MEASURES[measure]}: {_too_few(first, other)}")
                 continue
             verdicts.append(Verdict(measure, contender.name, contenders[0].name, drafters, recipes))
         if not any(verdict.contender == contender.name for verdict in verdicts):
             why = "; ".join(reasons) or "they share no measure"
             remarks.append(f"{contender.name} cannot be tested against {contenders[0].name} ({why})")
     return verdicts, remarks
+
+
+def _too_few(a: Sequence[Question], b: Sequence[Question]) -> str:
+    """Says why these cannot be tested question by question."""
+    num_shared = num_shared_questions(a, b)
+    if num_shared < 2:
+        return f"fewer than two questions in common, got {num_shared}"
+    return f"{num_shared} questions in common, for which one or both took no round"
 
 
 def _best(training: Run | None) -> Best | None:

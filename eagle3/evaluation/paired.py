@@ -31,7 +31,7 @@ class PairedTest:
 
 
 def paired_test(a: Sequence[Question], b: Sequence[Question], spread: float = 0.0, seed: int = 0) -> PairedTest | None:
-    """Resamples the questions that both answered, both sides together; None where no two of them pair.
+    """Resamples the questions that both answered, both sides together; None where fewer than two pair or no round was.
 
     Answers of one sample stay together, for they are alike. Both taus are sums of tokens over sums of rounds.
     `spread` is the standard deviation of tau over tau between trainings that differ by their seed alone: with it the
@@ -54,6 +54,11 @@ def paired_test(a: Sequence[Question], b: Sequence[Question], spread: float = 0.
     smaller = min(int((differences <= 0).sum()), int((differences >= 0).sum()))
     p_value = min(1.0, 2 * (smaller + 1) / (differences.numel() + 1))
     return PairedTest(len(shared), num_unpaired, _difference(counts.sum(0)), low, high, p_value)
+
+
+def num_shared_questions(a: Sequence[Question], b: Sequence[Question]) -> int:
+    """Returns how many questions were asked of both, in the same words."""
+    return len(_per_sample(a).keys() & _per_sample(b).keys())
 
 
 def _per_sample(questions: Sequence[Question]) -> dict[tuple[str, str], tuple[float, float]]:

@@ -9,7 +9,16 @@ from rich.console import Console
 
 from eagle3.draft.acceptance import AnswerRounds
 from eagle3.draft.questions import Question
-from eagle3.evaluation.report import Measured, Report, Speed, Stopwatch, measure, progress_bar
+from eagle3.evaluation.report import (
+    Measured,
+    Report,
+    Speed,
+    Stopwatch,
+    measure,
+    names_apart,
+    narrow_table,
+    progress_bar,
+)
 from eagle3.evaluation.served import ServerFacts
 
 ROUNDS = [
@@ -102,3 +111,31 @@ def test_a_bar_shows_count_and_rate(capsys: pytest.CaptureFixture[str]) -> None:
     assert "decoding" in shown
     assert "3/3" in shown
     assert "answers/s" in shown
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["ckpts/long/drafter"], ["drafter"]),
+        (["runs/a", "runs/b"], ["a", "b"]),
+        (["ckpts/long/drafter", "ckpts/short/drafter"], ["long", "short"]),
+        (["/x/ckpts/long/1/drafter", "/x/ckpts/long/2/drafter"], ["1", "2"]),
+        (["a/drafter", "a/b/drafter"], ["drafter", "b/drafter"]),
+        (["drafter", "b/drafter"], ["drafter", "b/drafter"]),
+        (["x/drafter", "y/z/drafter"], ["x", "y/z"]),
+        ([".", "a/drafter"], [".", "drafter"]),
+    ],
+)
+def test_names_say_what_tells_paths_apart(paths: list[str], names: list[str]) -> None:
+    assert list(names_apart(paths).values()) == names
+
+
+def test_a_narrow_table_keeps_its_numbers() -> None:
+    table = narrow_table("tau", ["drafter", "set"], ["tau"], ["by position"])
+    table.add_row("a-long-name-that-folds", "all", "1.234", "75% 75% 75%")
+    console = Console(file=io.StringIO(), width=24)
+    console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 24
+    assert any("1.234" in line.split() for line in lines)

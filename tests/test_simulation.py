@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -66,6 +67,31 @@ def test_every_drafter_setting_and_domain_has_a_row(
     assert figures["rows"][2]["acceptance"]["num_answers"] == len([i for i in held_out if i < 9 and i % 2 == 0])
     assert figures["num_tokens"] == sum(9 + i for i in held_out)
     assert "2/2/4" in capsys.readouterr().out
+
+
+def test_drafters_are_told_apart_and_numbers_are_whole_on_80_columns(
+    tmp_path: Path,
+    tiny_target: Path,
+    store: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    out = tmp_path / "o.json"
+    argv = [str(store), "--target", str(tiny_target), "--out", str(out), "--speculation", "7"]
+    names = ["a-run-of-a-week", "a-run-of-a-month"]
+    for seed, name in enumerate(names):
+        drafter = shutil.copytree(store.parent / f"drafter-{seed}", tmp_path / "ckpts" / name / "drafter")
+        argv += ["--drafter", str(drafter)]
+    assert main(argv) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    folded = "".join(line.split()[0] for line in lines if line[:1].strip())
+    for name, row in zip(names, json.loads(out.read_text())["rows"], strict=True):
+        found = row["acceptance"]
+        assert name in folded, lines
+        for number in (f"{found['tau']:.3f}", f"{found['low']:.2f}-{found['high']:.2f}", f"{found['num_answers']}"):
+            assert any(number in line.split() for line in lines), (number, lines)
 
 
 def test_a_share_that_leaves_nothing_is_refused(tiny_target: Path, store: Path) -> None:

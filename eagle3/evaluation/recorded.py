@@ -13,7 +13,7 @@ from eagle3.draft.acceptance import Acceptance, AnswerRounds, summarise
 from eagle3.draft.export import load_drafter
 from eagle3.draft.target_weights import load_target_config, load_target_weights
 from eagle3.evaluation.cells import PLAIN, Asking, Served, by_group
-from eagle3.evaluation.report import progress_bar
+from eagle3.evaluation.report import names_apart, narrow_table, progress_bar
 from eagle3.evaluation.served import ServedAnswer, served_rounds
 from eagle3.evaluation.simulate import Speculation, batch_tokens_of, packs_of, parse_speculation, simulate_all
 from eagle3.evaluation.target import load_local_target
@@ -145,17 +145,19 @@ def _is_its_own(way: Speculation, server: str) -> bool:
 
 def as_table(rows: Sequence[Beside]) -> Table:
     """Lays the rows out for people."""
-    several = len({row.drafter for row in rows}) > 1
-    table = Table(title="Acceptance length tau, counted and simulated on the same answers")
-    for heading in [*(["drafter"] if several else []), "server", "T", "speculation", "set"]:
-        table.add_column(heading, overflow="fold")
-    for heading in ("answers", "tokens", "served", "simulated", "differs"):
-        table.add_column(heading, justify="right")
+    drafters = names_apart(list(dict.fromkeys(row.drafter for row in rows)))
+    several = len(drafters) > 1
+    table = narrow_table(
+        "Acceptance length tau, counted and simulated on the same answers",
+        [*(["drafter"] if several else []), "server", "T", "speculation", "set"],
+        ["answers", "tokens", "served", "simulated", "differs"],
+    )
     for row in rows:
         served, simulated = row.served, row.simulated
         counted = ["-", f"{simulated.tau:.3f}", "-"]
         if served is not None:
             counted = [f"{served.tau:.3f}", f"{simulated.tau:.3f}", f"{simulated.tau / served.tau - 1:+.2%}"]
-        names = [*([row.drafter] if several else []), row.server, f"{row.temperature:g}", row.speculation, row.set]
+        names = [*([drafters[row.drafter]] if several else []), row.server, f"{row.temperature:g}"]
+        names += [row.speculation, row.set]
         table.add_row(*names, str(simulated.num_answers), str(simulated.num_tokens), *counted)
     return table

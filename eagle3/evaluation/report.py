@@ -6,11 +6,13 @@ included, as SGLang counts; beside it stands the one without prefill's token.
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -170,6 +172,33 @@ def progress_bar(description: str, total: int, unit: str) -> Iterator[Callable[[
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
         task_id = progress.add_task(description, total=total)
         yield lambda count: progress.advance(task_id, count)
+
+
+def names_apart(paths: Sequence[str]) -> dict[str, str]:
+    """Returns the shortest part of each path that tells it from the others: file names, or what is not common to all."""
+    if len({Path(path).name for path in paths}) == len(set(paths)):
+        return {path: Path(path).name or path for path in paths}
+    parts = {path: list(Path(path).parts) for path in paths}
+    for end in (0, -1):
+        while all(len(each) > 1 for each in parts.values()) and len({each[end] for each in parts.values()}) == 1:
+            for each in parts.values():
+                del each[end]
+    return {path: str(Path(*each)) for path, each in parts.items()}
+
+
+def narrow_table(title: str, texts: Sequence[str], numbers: Sequence[str], lists: Sequence[str] = ()) -> Table:
+    """Returns a table for 80 columns: texts are folded and lists wrapped, and a number is whole in any case.
+
+    Its columns are texts, numbers, lists, in this order.
+    """
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=0)
+    for heading in texts:
+        table.add_column(heading, overflow="fold")
+    for heading in numbers:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in lists:
+        table.add_column(heading, justify="right")
+    return table
 
 
 class _RateColumn(ProgressColumn):

@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -20,7 +19,7 @@ from eagle3.draft.acceptance import Acceptance, AnswerRounds, summarise
 from eagle3.draft.export import load_drafter
 from eagle3.draft.target_weights import load_target_config, load_target_weights
 from eagle3.evaluation import recorded
-from eagle3.evaluation.report import progress_bar
+from eagle3.evaluation.report import names_apart, narrow_table, progress_bar
 from eagle3.evaluation.simulate import (
     Speculation,
     batch_tokens_of,
@@ -200,17 +199,13 @@ def summarise_all(
 
 def as_table(table_rows: Sequence[Row]) -> Table:
     """Lays the rows out for people."""
-    paths = {row.drafter for row in table_rows}
-    are_told_apart = len({Path(path).name for path in paths}) == len(paths)
-    table = Table(title="Acceptance length tau, simulated")
-    for heading in ("drafter", "speculation", "domain"):
-        table.add_column(heading)
-    for heading in ("tau", "95 %", "(N-1)/R", "by position", "answers"):
-        table.add_column(heading, justify="right")
+    names = names_apart(list(dict.fromkeys(row.drafter for row in table_rows)))
+    texts, numbers = ("drafter", "speculation", "domain"), ("tau", "95 %", "(N-1)/R", "answers")
+    table = narrow_table("Acceptance length tau, simulated", texts, numbers, ["by position"])
     for row in table_rows:
         found = row.acceptance
         conditional = " ".join("-" if share is None else f"{share:.0%}" for share in found.conditional)
-        cells: list[Any] = [f"{found.tau:.3f}", f"{found.low:.2f}-{found.high:.2f}", f"{found.tau_without_prefill:.3f}"]
-        name = Path(row.drafter).name if are_told_apart else row.drafter
-        table.add_row(name, row.speculation, row.domain, *cells, conditional, str(found.num_answers))
+        cells = [f"{found.tau:.3f}", f"{found.low:.2f}-{found.high:.2f}", f"{found.tau_without_prefill:.3f}"]
+        cells += [str(found.num_answers), conditional]
+        table.add_row(names[row.drafter], row.speculation, row.domain, *cells)
     return table

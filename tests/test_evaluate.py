@@ -1,7 +1,9 @@
 """evaluate.py end to end, on a tiny target in this process and against a server's counters."""
 
 import json
+import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -114,6 +116,22 @@ def test_a_local_evaluation_writes_every_figure(
     shown = capsys.readouterr().out
     assert f"{result['tau_trained']:.3f}" in shown
     assert "result.json" in shown
+
+
+def test_the_log_says_which_drafter_is_decoded_with(
+    tmp_path: Path, tiny_target: Path, drafter: Path, prompts: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    target = {"target.path": tiny_target, "target.dtype": "float32", "target.device": "cpu"}
+    evaluate(settings(tmp_path / "out", prompts, **target, drafter=drafter, compare_untrained="true"))
+    begun = [line for line in caplog.messages if re.fullmatch(r".*: \d+ (answers|prompts)", line)]
+    assert begun == [
+        "decoding with the trained drafter: 4 answers",
+        "decoding with the trained drafter: 1 answers",  # second turns
+        "decoding with the untrained drafter: 5 answers",
+        "simulating the same answers: 5 answers",
+        "timing one stream, plain and with the trained drafter: 2 prompts",
+    ]
 
 
 def test_a_served_evaluation_reads_the_servers_counters(

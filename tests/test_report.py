@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import logging
 
 import pytest
 from rich.console import Console
@@ -103,7 +104,9 @@ def test_stages_are_timed() -> None:
     assert 0 <= stopwatch.seconds["load"] < 1
 
 
-def test_a_bar_shows_count_and_rate(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bar_shows_count_and_rate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes the stream for a terminal
+    monkeypatch.setenv("COLUMNS", "120")
     with progress_bar("decoding", 3, "answers") as advance:
         advance(2)
         advance(1)
@@ -111,6 +114,24 @@ def test_a_bar_shows_count_and_rate(capsys: pytest.CaptureFixture[str]) -> None:
     assert "decoding" in shown
     assert "3/3" in shown
     assert "answers/s" in shown
+
+
+def test_without_a_terminal_a_line_comes_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    now = 1000.0
+    monkeypatch.setattr("eagle3.evaluation.report.time.monotonic", lambda: now)
+    with progress_bar("decoding", 40, "answers") as advance:
+        for _ in range(40):
+            now += 2.0
+            advance(1)
+    assert caplog.messages == [
+        "decoding: 40 answers",
+        "decoding: 15/40 answers, 30.0 s, 0.5 answers/s",
+        "decoding: 30/40 answers, 60.0 s, 0.5 answers/s",
+        "decoding: 40/40 answers, 80.0 s, 0.5 answers/s",
+    ]
 
 
 @pytest.mark.parametrize(

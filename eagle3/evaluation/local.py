@@ -70,7 +70,7 @@ def _evaluate(
     tokenizer: PreTrainedTokenizerBase,
 ) -> Report:
     def answer_all(prompts: list[list[int]]) -> list[Answer]:
-        return _decode(config, target, drafter, prompts, "decoding with the drafter")
+        return _decode(config, target, drafter, prompts, "decoding with the trained drafter")
 
     with stopwatch.stage("decode"):
         turns = ask_all(conversations, tokenizer, config, answer_all, target.end_ids)
@@ -79,7 +79,7 @@ def _evaluate(
     if config.compare_untrained:
         with stopwatch.stage("decode_untrained"):
             fresh = _untrained_like(drafter, config, target)
-            answers = _decode(config, target, fresh, prompts, "decoding with an untrained drafter")
+            answers = _decode(config, target, fresh, prompts, "decoding with the untrained drafter")
             untrained = _measure(config, turns, answers)
     with stopwatch.stage("simulate"):
         simulated = _simulate_answers(config, target, drafter, turns)
@@ -187,7 +187,7 @@ def _time(config: EvaluateConfig, target: LocalTarget, drafter: Eagle3Drafter, p
     seconds = {"plain": 0.0, "speculative": 0.0}
     num_tokens = {"plain": 0, "speculative": 0}
     num_equal = 0
-    with progress_bar("timing one stream", len(prompts), "prompts") as advance:
+    with progress_bar("timing one stream, plain and with the trained drafter", len(prompts), "prompts") as advance:
         for prompt in prompts:
             answers = {}
             for name, maybe_drafter in (("plain", None), ("speculative", drafter)):

@@ -5,6 +5,7 @@ included, as SGLang counts; beside it stands the one without prefill's token.
 """
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,10 @@ from rich.text import Text
 from eagle3.draft.acceptance import Acceptance, summarise
 from eagle3.draft.questions import Question
 from eagle3.evaluation.served import ServerFacts
+
+logger = logging.getLogger(__name__)
+
+LINE_SECONDS = 30.0  # between two lines where there is no bar
 
 
 @dataclass(frozen=True)
@@ -167,15 +172,42 @@ class Stopwatch:
 
 @contextmanager
 def progress_bar(description: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-    """Shows a bar on stderr; the function that it yields takes the number of units that are done."""
+    """Shows a bar in a terminal, else a line now and then; yields what takes the number of units that are done."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        with _logged(description, total, unit) as advance:
+            yield advance
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _RateColumn(unit))
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
+    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
         task_id = progress.add_task(description, total=total)
         yield lambda count: progress.advance(task_id, count)
 
 
+@contextmanager
+def _logged(description: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+    done, started = 0, time.monotonic()
+    told_at = started
+
+    def tell(now: float) -> None:
+        seconds = max(now - started, 1e-9)
+        logger.info("%s: %d/%d %s, %.1f s, %.3g %s/s", description, done, total, unit, seconds, done / seconds, unit)
+
+    def advance(count: int) -> None:
+        nonlocal done, told_at
+        done += count
+        now = time.monotonic()
+        if now - told_at >= LINE_SECONDS and done < total:  # the end has a line of its own
+            told_at = now
+            tell(now)
+
+    logger.info("%s: %d %s", description, total, unit)
+    yield advance
+    tell(time.monotonic())
+
+
 def names_apart(paths: Sequence[str]) -> dict[str, str]:
-    """Returns the shortest part of each path that tells it from the others: file names, or what is not common to all."""
+    """Returns the part of each path that tells it from the others: file names, or what is not common to all."""
     if len({Path(path).name for path in paths}) == len(set(paths)):
         return {path: Path(path).name or path for path in paths}
     parts = {path: list(Path(path).parts) for path in paths}

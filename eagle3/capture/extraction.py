@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from eagle3.board import check_backend, feature_store
+from eagle3.capture.answers import ANSWERS_NAME
 from eagle3.capture.client import SGLangEngine
 from eagle3.capture.engine import Engine
 from eagle3.capture.interrupts import Interrupts
@@ -111,9 +112,12 @@ def run_extraction(config: ExtractConfig) -> ExtractionReport:
                 pipeline.run(selection.rows, quarantined_ids)
             except KeyboardInterrupt:
                 writer.flush()
-                num_stored = len(writer.stored_ids)
+                log = writer.side_path / ANSWERS_NAME
                 logger.info(
-                    "stopped: %d samples are in %s; the same command goes on from there", num_stored, store_path
+                    "stopped: %d samples and %d answers are in %s; the same command goes on from there",
+                    len(writer.stored_ids),
+                    log.read_bytes().count(b"\n") if log.exists() else 0,
+                    store_path,
                 )
                 raise
         report.num_bytes = writer.num_bytes - bytes_before

@@ -1,15 +1,21 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and locks that die with their process."""
 
 import errno
+import fcntl
+import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from safetensors import SafetensorError
 
+logger = logging.getLogger(__name__)
+
 PRIVATE = 0o600
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # Lustre as it is often mounted, for one
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, a quota, a limit on file sizes
 
 
@@ -26,6 +32,30 @@ def write_whole(path: Path, text: str, *, mode: int = 0o666) -> None:
         os.fsync(file.fileno())
     os.replace(temporary, path)
     sync(path.parent)
+
+
+def take_lock(path: Path, refusal: Callable[[str], Exception]) -> TextIO:
+    """Returns the open file whose lock this process has until it is closed; it holds the process's number.
+
+    Raises:
+        Exception: another process has it; `refusal` makes the error of that one's number.
+    """
+    file = os.fdopen(os.open(path, os.O_CREAT | os.O_RDWR, PRIVATE), "r+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in NO_LOCKS:
+            logger.warning("no file locks at %s (%s): a second process would not be noticed", path, error)
+            return file
+        if not isinstance(error, BlockingIOError):
+            raise
+        holder = file.read().strip()
+        file.close()
+        raise refusal(holder) from error
+    file.truncate(0)
+    file.write(f"{os.getpid()}\n")
+    file.flush()
+    return file
 
 
 @contextmanager

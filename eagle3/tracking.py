@@ -16,17 +16,18 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 import torch
 import xxhash
 
 from eagle3.board import Board, Identity, Metrics
 from eagle3.config import RunConfig, TrackingConfig, UserError, config_to_dict
-from eagle3.files import write_whole
+from eagle3.files import take_lock, write_whole
 
 METRICS_NAME = "metrics.jsonl"
 PROVENANCE_NAME = "run.json"
+LOCK_NAME = "lock"
 PACKAGES = ("eagle3", "torch", "transformers", "accelerate", "deepspeed", "safetensors", "wandb")
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -72,6 +73,21 @@ def run_dir_to_resume(config: RunConfig) -> Path | None:
     siblings = [path for path in base.parent.glob(f"{base.name}*") if pattern.fullmatch(path.name)]
     runs = [path for path in siblings if (path / PROVENANCE_NAME).is_file()]
     return max(runs, key=lambda path: _number(path, base), default=None)
+
+
+def lock_run(run_dir: Path) -> TextIO:
+    """Returns the open file whose lock keeps a run from other processes until it is closed.
+
+    Raises:
+        UserError: another process trains it.
+    """
+    return take_lock(
+        run_dir / LOCK_NAME,
+        lambda holder: UserError(
+            f"a run must be trained by one command at a time, got a second one while process {holder} trains it "
+            f"({run_dir}); wait for it, stop it with SIGTERM, or begin another one with run.resume=never"
+        ),
+    )
 
 
 def identify(

@@ -7,17 +7,22 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 from training_runs import (
+    LAUNCH,
     LOSS_TOLERANCE,
+    ROOT,
     STEPS,
     WORKER,
     assert_same_bits,
@@ -28,7 +33,8 @@ from training_runs import (
     with_run,
 )
 
-from eagle3.config import TrainConfig, UserError
+from eagle3.config import TrainConfig, UserError, config_to_dict
+from eagle3.tracking import lock_run
 from eagle3.training import checkpoints, saves, stopping, trainer
 from eagle3.training.batches import StepBatch
 from eagle3.training.checkpoints import TrainState, newest_checkpoint, save_checkpoint
@@ -49,6 +55,10 @@ def undisturbed(base: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> 
     return train(with_run(base, dir=str(tmp_path_factory.mktemp("one") / "run")))
 
 
+def tau_of(line: dict[str, Any]) -> float:
+    return float(line["held_out/tau"])
+
+
 def validate_when_stopped(*arguments: Any, **settings: Any) -> Validation | None:
     """Stands for a validation that SIGTERM comes before."""
     os.kill(os.getpid(), signal.SIGTERM)
@@ -62,7 +72,40 @@ def test_a_complete_run_is_not_trained_again(
     with caplog.at_level(logging.INFO):
         assert train(with_run(base, dir=str(undisturbed), resume="auto")) == undisturbed
     assert "is complete: 6 of 6 steps" in caplog.text
+    best = max((line for line in metrics_of(undisturbed) if line.get("held_out/tau") and line["step"]), key=tau_of)
+    assert f"{undisturbed}/drafter is the drafter of step {best['step']}, with the best held-out tau" in caplog.text
+    assert f"Next: python evaluate.py drafter={undisturbed}/drafter target.path={base.target.path}" in caplog.text
     assert (undisturbed / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_is_trained_by_one_command_at_a_time(base: TrainConfig, undisturbed: Path) -> None:
+    config = with_run(base, dir=str(undisturbed), resume="auto")
+    with lock_run(undisturbed), pytest.raises(UserError) as error:
+        train(config)
+    said = f"a run must be trained by one command at a time, got a second one while process {os.getpid()} trains it"
+    assert str(error.value).startswith(f"{said} ({undisturbed}); ")
+    assert train(config) == undisturbed  # the lock is gone with its holder
+
+
+def test_a_training_stops_with_a_launcher_that_passes_no_signal_on(base: TrainConfig, tmp_path: Path) -> None:
+    config = with_run(base, dir=str(tmp_path / "run"), max_steps=None, epochs=100_000, save_every=100_000)
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config_to_dict(config)))
+    command = [*LAUNCH, "--cpu", "--num_processes", "1", "train.py", "--config", str(path)]
+    with (tmp_path / "log").open("w") as log:
+        launcher = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+    wait_for(lambda: (tmp_path / "run" / "metrics.jsonl").exists())
+    launcher.terminate()
+    launcher.wait()
+    wait_for(lambda: "stopped (SIGTERM): saved" in (tmp_path / "log").read_text())
+    wait_for(lambda: list((tmp_path / "run").glob("step-*/state.json")) != [])
+
+
+def wait_for(happens: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not happens():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_other_maths_are_not_resumed(base: TrainConfig, undisturbed: Path) -> None:

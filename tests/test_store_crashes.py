@@ -246,7 +246,7 @@ def test_a_file_system_without_locks_is_said_once(
     monkeypatch.setattr(fcntl, "flock", fail(errno.ENOSYS))
     write_store(tmp_path, range(2))
     (record,) = caplog.records
-    assert record.getMessage().startswith(f"no file locks at {tmp_path} ([Errno 38] ")
+    assert record.getMessage().startswith(f"no file locks at {tmp_path / 'lock'} ([Errno 38] ")
     monkeypatch.setattr(fcntl, "flock", fail(errno.EIO))
     with pytest.raises(OSError, match="Errno 5"):
         FeatureWriter(tmp_path, MANIFEST, shard_bytes=2**30)

@@ -4,8 +4,6 @@ Several writers may come at once, each with a number of its own; of their manife
 """
 
 import contextlib
-import errno
-import fcntl
 import logging
 import os
 from collections.abc import Sequence
@@ -16,41 +14,27 @@ from eagle3.config import UserError
 from eagle3.features.index import ShardRecord, index_name, load_index, read_lines, write_index
 from eagle3.features.location import Location
 from eagle3.features.manifest import MANIFEST_NAME, Manifest, check_same_capture, manifest_text, read_manifest
-from eagle3.files import PRIVATE, sync
+from eagle3.files import PRIVATE, sync, take_lock
 
 logger = logging.getLogger(__name__)
 
 LOCK_NAME = "lock"
-NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # Lustre as it is often mounted, for one
 
 
-def take_lock(path: Path, writer: int) -> TextIO:
+def lock_store(path: Path, writer: int) -> TextIO:
     """Returns the open file whose lock keeps the number of writer 0, 1, ... from others, until it is closed.
 
     Raises:
         UserError: another process has it.
     """
-    name = LOCK_NAME if writer == 0 else f"{LOCK_NAME}-{writer}"
-    file = os.fdopen(os.open(path / name, os.O_CREAT | os.O_RDWR, PRIVATE), "r+")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in NO_LOCKS:
-            logger.warning("no file locks at %s (%s): a second writer %d would not be noticed", path, error, writer)
-            return file
-        if not isinstance(error, BlockingIOError):
-            raise
-        holder = file.read().strip()
-        file.close()
-        raise UserError(
+    return take_lock(
+        path / (LOCK_NAME if writer == 0 else f"{LOCK_NAME}-{writer}"),
+        lambda holder: UserError(
             f"a store must have one writer at a time under each number, got a second one while process {holder} "
             f"writes as number {writer} ({path}); wait for it, choose another store.path, or give each of several "
             f"writers its own store.writer"
-        ) from error
-    file.truncate(0)
-    file.write(f"{os.getpid()}\n")
-    file.flush()
-    return file
+        ),
+    )
 
 
 def claim_store(path: Path, manifest: Manifest, writer: int, temporary_names: Sequence[str]) -> list[ShardRecord]:

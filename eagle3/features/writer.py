@@ -21,7 +21,7 @@ from typing import Any, Self
 import torch
 
 from eagle3.config import UserError
-from eagle3.features.claim import claim_store, take_lock
+from eagle3.features.claim import claim_store, lock_store
 from eagle3.features.codec import EXACT_CODECS, LARGEST_CODE
 from eagle3.features.index import (
     ShardRecord,
@@ -88,7 +88,7 @@ class FeatureWriter:
         self._count = Lock()  # of the next two, which the threads change
         self._bytes_under_way = 0
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock = take_lock(path, writer)
+        self._lock = lock_store(path, writer)
         try:
             records = claim_store(path, manifest, writer, temporary_shard_names(writer))
         except OSError as error:

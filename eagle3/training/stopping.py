@@ -1,11 +1,24 @@
 """What ends a run before its last step: a signal, the time it was given, or a tau that no longer grows."""
 
+import ctypes
+import os
 import signal
 import time
 from types import FrameType, TracebackType
 from typing import Self
 
 from eagle3.training.checkpoints import TrainState
+
+PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
+
+
+def follow_launcher() -> None:
+    """Has this process get a SIGTERM when its launcher dies, if that is accelerate's for one process.
+
+    It passes no signal on, so that one that is told to stop would leave its training alone. torchrun does.
+    """
+    if "ACCELERATE_USE_CPU" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
+        ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
 
 def has_ended(state: TrainState, num_steps: int, patience: int | None) -> bool:

@@ -16,7 +16,7 @@ from eagle3.config import TrainConfig, UserError
 from eagle3.draft.export import TRAINED_ON, export_drafter
 from eagle3.draft.questions import QUESTIONS_NAME, write_questions
 from eagle3.features.samples import Samples
-from eagle3.tracking import Tracker, identify, new_run_dir, open_board, run_dir_to_resume, write_provenance
+from eagle3.tracking import Tracker, identify, lock_run, new_run_dir, open_board, run_dir_to_resume, write_provenance
 from eagle3.training.batches import Batches, StepBatch
 from eagle3.training.checkpoints import (
     TrainState,
@@ -37,7 +37,7 @@ from eagle3.training.progress import StepLog, progress_bars
 from eagle3.training.results import HELD_OUT, facts, show_inputs, show_results
 from eagle3.training.saves import Saver
 from eagle3.training.sequence_split import Ranks
-from eagle3.training.stopping import StopSignal, has_ended
+from eagle3.training.stopping import StopSignal, follow_launcher, has_ended
 from eagle3.training.validation import validate
 from eagle3.training.watch import Watch
 
@@ -79,6 +79,7 @@ def train(config: TrainConfig, samples: Samples | None = None) -> Path:
         ChildProcessError: another rank has stopped or died.
         FloatingPointError: loss or gradient is not finite; the last checkpoint is as good as before.
     """
+    follow_launcher()
     quiet_other_ranks()
     check_backend(config.tracking)
     inputs = load_inputs(config, samples)
@@ -126,23 +127,40 @@ def train_among_ranks(config: TrainConfig, inputs: Inputs, accelerator: Accelera
     if config.run.max_steps is not None:
         num_steps = min(num_steps, config.run.max_steps)
 
-    run_dir, state = begin_or_resume(config, inputs, engine)
-    run = Run(config, inputs, engine, batches, run_dir, num_steps)
-    patience = config.run.patience
-    if has_ended(state, num_steps, patience) and state.validated_step == state.step:
-        logger.info("%s is complete: %d of %d steps", run_dir, state.step, num_steps)
+    with contextlib.ExitStack() as locks:
+        run_dir, state = begin_or_resume(config, inputs, engine, locks)
+        finish(Run(config, inputs, engine, batches, run_dir, num_steps), state)
+    return run_dir
+
+
+def finish(run: Run, state: TrainState) -> None:
+    """Takes a run from `state` to its end, or as far as it may go, and says where its drafter is."""
+    settings, world = run.config.run, run.engine.world
+    if is_complete(run, state):
+        logger.info("%s is complete: %d of %d steps", run.dir, state.step, run.num_steps)
     else:
         with (
             open_tracker(run, state) as tracker,
-            StopSignal(config.run.stop_after) as stop,
-            Saver(engine, run_dir, config.run) as saver,
-            Watch(world, timeout=config.run.timeout, before_end=saver.finish) as watch,
+            StopSignal(settings.stop_after) as stop,
+            Saver(run.engine, run.dir, settings) as saver,
+            Watch(world, timeout=settings.timeout, before_end=saver.finish) as watch,
         ):
             state = take_steps(run, state, Session(tracker, stop, saver, watch))
             saver.wait()
-            if tracker is not None and has_ended(state, num_steps, patience) and state.validated_step == state.step:
-                show_results(tracker, run_dir, state, run_dir / DRAFTER_NAME)
-    return run_dir
+            if tracker is not None and is_complete(run, state):
+                show_results(tracker, run.dir, state, run.dir / DRAFTER_NAME)
+    if is_complete(run, state) and state.best_step is not None:
+        drafter = run.dir / DRAFTER_NAME
+        logger.info(
+            "%s is the drafter of step %d, with the best held-out tau: %.3f. Next: python evaluate.py drafter=%s "
+            "target.path=%s",
+            drafter, state.best_step, state.best_tau, drafter, run.config.target.path,
+        )  # fmt: skip
+
+
+def is_complete(run: Run, state: TrainState) -> bool:
+    """Tells whether a run has ended, and its last step is validated."""
+    return has_ended(state, run.num_steps, run.config.run.patience) and state.validated_step == state.step
 
 
 def take_steps(run: Run, state: TrainState, session: Session) -> TrainState:
@@ -270,11 +288,15 @@ def validate_and_export(
         return state
 
 
-def begin_or_resume(config: TrainConfig, inputs: Inputs, engine: Engine) -> tuple[Path, TrainState]:
+def begin_or_resume(
+    config: TrainConfig, inputs: Inputs, engine: Engine, locks: contextlib.ExitStack
+) -> tuple[Path, TrainState]:
     """Returns the run's directory and where it stands, with the engine brought there; the main rank decides.
 
+    It is this command's until `locks` are closed.
+
     Raises:
-        UserError: the run to resume has other maths or another store.
+        UserError: the run to resume has other maths or another store, or another command trains it.
     """
     world = engine.world
     state = initial_state(config, inputs.store)
@@ -283,6 +305,8 @@ def begin_or_resume(config: TrainConfig, inputs: Inputs, engine: Engine) -> tupl
     with ending_together():
         if world.is_main:
             old_dir = run_dir_to_resume(config.run)
+            if old_dir is not None:
+                locks.enter_context(lock_run(old_dir))
             checkpoint = None if old_dir is None else newest_checkpoint(old_dir)
     checkpoint = from_main(checkpoint)
     if checkpoint is not None:
@@ -296,6 +320,7 @@ def begin_or_resume(config: TrainConfig, inputs: Inputs, engine: Engine) -> tupl
         with ending_together():
             if world.is_main:
                 run_dir = new_run_dir(run_dir)
+                locks.enter_context(lock_run(run_dir))
         run_dir = from_main(run_dir)
         reason = "" if old_dir is None else f": {old_dir} has no whole checkpoint to go on from"
         logger.info("new run in %s%s", run_dir, reason)

@@ -225,6 +225,14 @@ def test_a_config_that_is_none_is_named(tmp_path: Path, text: str) -> None:
     assert names(look(tmp_path, None)) == ["no-config"]
 
 
+def test_a_runs_directory_is_told_from_its_drafter(tmp_path: Path, good: tuple[Path, Path]) -> None:
+    (finding,) = look(tmp_path, None).findings
+    assert (finding.name, finding.remedy) == ("no-config", "copy the drafter's config.json there")
+    shutil.copytree(good[0], tmp_path / "drafter")
+    (finding,) = look(tmp_path, None).findings
+    assert finding.remedy == f"this is the directory of a training: give what it exported, {tmp_path / 'drafter'}"
+
+
 def test_random_numbers_are_told_from_structure() -> None:
     generator = torch.Generator().manual_seed(0)
     for rows, columns in ((4096, 576), (320, 64)):

@@ -75,7 +75,11 @@ def _read_config(directory: Path) -> dict[str, Any] | Finding:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return Finding("no-config", f"there is no config.json in {directory}", "copy the drafter's config.json there")
+        exported = directory / "drafter"
+        remedy = "copy the drafter's config.json there"
+        if (exported / "config.json").is_file():
+            remedy = f"this is the directory of a training: give what it exported, {exported}"
+        return Finding("no-config", f"there is no config.json in {directory}", remedy)
     except ValueError as error:
         return Finding("no-config", f"config.json is no JSON ({error})", "download or export it again")
     if not isinstance(config, dict):

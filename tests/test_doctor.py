@@ -10,6 +10,7 @@ import pytest
 import torch
 from broken_drafters import BROKEN, EXPORTED, IDS, change_config, change_weights, missing_norm, write_as_others_do
 from json_servers import Reply
+from rich.console import Console
 from target_stores import LAYERS
 from test_served import INFO, running_server
 from tiny_drafters import write_fitted_drafter
@@ -17,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from eagle3.config import UserError
-from eagle3.evaluation.doctor.command import Examination, examine, main
+from eagle3.evaluation.doctor.command import Examination, examine, main, show
 from eagle3.evaluation.doctor.tensors import singular_ratio
 from eagle3.evaluation.target import LocalTarget
 from eagle3.prompts.rendering import ChatRenderer
@@ -156,7 +157,7 @@ def test_a_size_that_is_missing_says_nothing_of_the_target(
 
 
 def test_a_drafter_that_knows_nothing_is_told_from_a_weak_one(
-    tmp_path: Path, tiny_target: Path, good: tuple[Path, Path]
+    tmp_path: Path, tiny_target: Path, good: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = write_as_others_do(good[0], tmp_path / "drafter")
 
@@ -166,6 +167,11 @@ def test_a_drafter_that_knows_nothing_is_told_from_a_weak_one(
     change_weights(directory, scramble)
     examination = look(directory, tiny_target, good[1])
     assert names(examination) == ["no-skill"]
+    show(examination, directory, Console())
+    # Two figures of first drafts, which are not the same: over the places where rounds start, and over all.
+    shown = capsys.readouterr().out
+    assert f"Where rounds start, first drafts are right {examination.position_0} of the time" in shown
+    assert "at every place of the store's answers, where a round starts or not, first drafts are right" in shown
     assert "the drafter has learned nothing that holds here" in examination.findings[0].what
 
 

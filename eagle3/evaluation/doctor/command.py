@@ -24,7 +24,7 @@ class Examination:
     """What was looked at, and what was found."""
 
     findings: list[Finding]
-    position_0: Share | None  # first drafts that are right on the store's features; None: not run
+    position_0: Share | None  # first drafts of rounds that are right on the store's features; None: not run
     skipped: list[str]  # what was not looked at, and what it would take
 
 
@@ -143,7 +143,8 @@ def show(examination: Examination, drafter: Path, console: Console) -> None:
     """Prints what was found, and what was not looked at."""
     lines = []
     if examination.position_0 is not None:
-        lines.append(f"First drafts are right {examination.position_0} of the time on the store's features.")
+        share = examination.position_0
+        lines.append(f"Where rounds start, first drafts are right {share} of the time on the store's features.")
     for number, finding in enumerate(examination.findings, start=1):
         lines += [f"{number}. {finding.name}: {finding.what}.", f"   Remedy: {finding.remedy}."]
     if not examination.findings:

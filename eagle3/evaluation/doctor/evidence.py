@@ -100,14 +100,14 @@ def check_on_store(files: DrafterFiles, target: Target, store_path: Path, num_dr
     is_right = _first_drafts(drafter, embed_tokens, samples)
     if not _is_better(is_right, _commonest_token(samples)):
         what = (
-            f"on the store's features first drafts are right {_share(is_right)} of the time, and always drafting the "
-            f"answers' commonest token would be {_share(_commonest_token(samples))}: the drafter has learned nothing "
-            f"that holds here"
+            f"at every place of the store's answers, where a round starts or not, first drafts are right "
+            f"{_share(is_right)} of the time, and always drafting the answers' commonest token would be "
+            f"{_share(_commonest_token(samples))}: the drafter has learned nothing that holds here"
         )
         remedy = "train a drafter on this store; if this one is good elsewhere, it reads other layers or another target"
         findings.append(Finding("no-skill", what, remedy))
     elif list(drafter.config.capture_layers) != boundaries and RECORD_KEY not in files.config:
-        why = f"on a store of other boundaries its first drafts are right {_share(is_right)} of the time:"
+        why = f"on a store of other boundaries its first drafts are right at {_share(is_right)} of all places:"
         architecture = target_architecture(target.config)
         served = list(drafter.config.capture_layers)
         findings.append(layers_differ(layer_ids(files), served, boundaries, architecture, why))
@@ -191,7 +191,8 @@ def _try_rope(
     with_targets = _first_drafts(changed, embed_tokens, samples)
     if not _is_better(with_targets, own):
         return []
-    rates = f"first drafts are right {_share(with_targets)} with the target's and {_share(own)} with its own"
+    shares = f"{_share(with_targets)} with the target's and {_share(own)} with its own"
+    rates = f"at all places first drafts are right {shares}"
     return [dataclasses.replace(difference, what=f"{difference.what}; {rates}")]
 
 
@@ -234,5 +235,5 @@ def try_layers(files: DrafterFiles, target: Target, samples: Sequence[FeatureSam
         return []
     seen = ", ".join(f"{_share(is_right[shift])} at {[b + shift for b in served]}" for shift in shifts)
     wanted = [boundary + best for boundary in served]
-    why = f"first drafts are right {seen}: the drafter reads"
+    why = f"at all places first drafts are right {seen}: the drafter reads"
     return [layers_differ(layer_ids(files), served, wanted, target_architecture(target.config), why)]

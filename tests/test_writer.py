@@ -290,9 +290,24 @@ def test_a_store_of_other_settings_is_refused_with_both_values_of_each(tmp_path:
     assert "  prompts_digest must be 'p0', as stored, got 'p1'\n" in message
     assert message.count("as stored") == 3
     assert str(tmp_path) in message
+    assert message.endswith("\nuse the stored settings, or another store.path")
     # Another commit alone is no other capture.
     FeatureWriter(tmp_path, replace(MANIFEST, git_commit="def"), shard_bytes=2**30).close()
     assert FeatureStore(tmp_path).manifest.git_commit == "abc"
+
+
+def test_a_store_that_was_only_begun_may_be_deleted(tmp_path: Path) -> None:
+    """As a failed gate leaves it; not if the target has answered, which may have taken days."""
+    FeatureWriter(tmp_path, MANIFEST, shard_bytes=2**30).close()
+    (tmp_path / "answers.jsonl").touch()
+    other = replace(MANIFEST, prompts_digest="p1")
+    with pytest.raises(UserError, match=f"delete {tmp_path}, which holds no sample and no answer yet, or use the"):
+        FeatureWriter(tmp_path, other, shard_bytes=2**30)
+    side = tmp_path / "writer-1"
+    side.mkdir()
+    (side / "answers.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match=r"use the stored settings, or another store\.path"):
+        FeatureWriter(tmp_path, other, shard_bytes=2**30)
 
 
 def test_a_directory_with_other_files_is_refused(tmp_path: Path) -> None:

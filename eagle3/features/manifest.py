@@ -152,10 +152,15 @@ def check_same_capture(stored: Manifest, wanted: Manifest, store_path: Path) -> 
         if before.get(name) != now.get(name) and name not in PROVENANCE_ONLY
     ]
     if differing:
+        # A gate that failed, or a target that could not be loaded, leaves a store that was only begun.
+        kept = [*store_path.glob("shard-*"), *store_path.glob("**/answers.jsonl")]
+        advice = "use the stored settings, or another store.path"
+        if not any(each.stat().st_size for each in kept):
+            advice = f"delete {store_path}, which holds no sample and no answer yet, or use the stored settings"
         raise UserError(
             f"a store goes on only with the settings it was begun with ({store_path}):\n"
             + "\n".join(differing)
-            + "\nuse the stored settings, or another store.path"
+            + f"\n{advice}"
         )
 
 

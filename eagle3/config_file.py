@@ -52,7 +52,10 @@ def load_config(cls: type[Config], path: Path | None, overrides: Sequence[str] =
         _apply_override(settings, override, problems)
     config = _build(cls, settings, "", problems)
     if problems:
-        source = str(path) if path is not None else "the command line"
+        sources = [str(path)] if path is not None else []
+        if overrides or not sources:
+            sources.append("the command line")
+        source = " and ".join(sources)
         raise UserError("\n".join([f"{len(problems)} problem(s) in the settings ({source}):", *problems]))
     return config
 

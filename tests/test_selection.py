@@ -107,6 +107,10 @@ def test_the_first_bad_row_ends_a_strict_run(tmp_path: Path, tokenizer: Any) -> 
 def test_no_usable_row_is_an_error_that_says_why(tmp_path: Path, tokenizer: Any) -> None:
     with pytest.raises(UserError, match=r"at least one usable row, got none of 2: line 1, row must have an assistant"):
         select(tmp_path, tokenizer, [turns("One?"), {"no": 1}], GIVEN)
+    with pytest.raises(UserError, match=r"correct the file, or set regenerate\.enabled=true$"):
+        select(tmp_path, tokenizer, [turns("One?"), {"no": 1}], GIVEN)
+    with pytest.raises(UserError, match=r"correct the file$"):
+        select(tmp_path, tokenizer, [{"no": 1}], RegenerateConfig())
 
 
 def test_a_row_that_is_left_out_on_purpose_ends_no_strict_run(tmp_path: Path, tokenizer: Any) -> None:

@@ -123,9 +123,10 @@ def select_rows(
         )  # fmt: skip
     if not selection.rows:
         first = selection.rejected[0]
+        remedy = "correct the file" if regenerate.enabled else "correct the file, or set regenerate.enabled=true"
         raise UserError(
             f"prompts must have at least one usable row, got none of {len(selection.rejected)}: line {first.line}, "
-            f"{first.reason} ({first.file or path}); correct the file"
+            f"{first.reason} ({first.file or path}); {remedy}"
         )
     return replace(selection, num_shortened=num_shortened, num_lost=num_lost)
 

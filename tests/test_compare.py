@@ -266,6 +266,22 @@ def test_chains_of_another_length_are_not_tested_against_each_other(base: Path) 
     ]
 
 
+def test_a_run_that_one_side_does_not_have_is_one_row(base: Path) -> None:
+    long, short = (run_of(base, name, "train") for name in ("long", "short"))
+    evaluation = run_of(base, "long", "evaluation")
+    with_evaluation = Contender("a", long, evaluation)
+    found = compare_contenders([with_evaluation, Contender("b", short, None)]).differences
+    assert found == {"has evaluation": ["yes", None], "run.max_steps": [12, 6]}
+    other = dataclasses.replace(evaluation, config=evaluation.config | {"seed": 5})
+    columns = [Contender("b", short, None), with_evaluation, Contender("c", None, other)]
+    assert compare_contenders(columns).differences == {
+        "has training": ["yes", "yes", None],
+        "has evaluation": [None, "yes", "yes"],
+        "run.max_steps": [6, 12, None],
+        "evaluate.seed": [None, 0, 5],
+    }
+
+
 def test_too_few_questions_in_common_are_counted(base: Path) -> None:
     run = run_of(base, "long", "train")
     first, second, *_ = run.questions["held_out"]

@@ -77,8 +77,6 @@ def compare(contenders: Sequence[Contender], spread: float | None = None) -> Com
     if len(contenders) < 2:
         names = ", ".join(contender.name for contender in contenders)
         raise UserError(f"a comparison must have two runs or more, got {len(contenders)} ({names}); name another one")
-    differing = differences([settings(each) for each in contenders])
-    facts = differences([_facts(each) for each in contenders])
     taken = {measure: [each.questions(measure) for each in contenders] for measure in MEASURES}
     taken = {measure: questions for measure, questions in taken.items() if any(questions)}
     acceptance = {
@@ -93,7 +91,7 @@ def compare(contenders: Sequence[Contender], spread: float | None = None) -> Com
     verdicts, remarks = _verdicts(contenders, taken, by_position, known_spread)
     return Comparison(
         contenders=list(contenders),
-        differences=differing | facts,
+        differences=_differences(contenders),
         acceptance=acceptance,
         num_draft_tokens=by_position,
         best=[_best(each.training) for each in contenders],
@@ -110,18 +108,21 @@ def compare(contenders: Sequence[Contender], spread: float | None = None) -> Com
 
 def settings(contender: Contender) -> dict[str, Any]:
     """Returns the settings of a contender's runs that could change its figures."""
-    found: dict[str, Any] = {}
-    for run in contender.runs():
-        prefix = {"train": "", "evaluate": "evaluate."}[run.identity.job_type]
-        found |= {prefix + name: value for name, value in by_dotted_name(run.config).items() if name not in PLACES}
-    return found
+    return {name: value for run in contender.runs() for name, value in _settings(run).items()}
 
 
-def differences(columns: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Returns the rows in which the columns are not all equal; None stands for what a column does not have."""
-    names = list(dict.fromkeys(name for column in columns for name in column))
-    rows = {name: [column.get(name) for column in columns] for name in names}
-    return {name: row for name, row in rows.items() if any(value != row[0] for value in row)}
+def differences(columns: Sequence[Mapping[str, Any] | None]) -> dict[str, list[Any]]:
+    """Returns the rows in which the columns are not all equal; None stands for what a column does not have.
+
+    A column that is None has nothing, and makes no difference.
+    """
+    there = [column for column in columns if column is not None]
+    names = list(dict.fromkeys(name for column in there for name in column))
+    return {
+        name: [None if column is None else column.get(name) for column in columns]
+        for name in names
+        if any(column.get(name) != there[0].get(name) for column in there)
+    }
 
 
 def seed_spread(contenders: Sequence[Contender], acceptance: Mapping[str, Sequence[Acceptance | None]]) -> float:
@@ -217,16 +218,32 @@ def _device_hours(training: Run) -> float | None:
     return sum(seconds) / 3600 if seconds else None
 
 
-def _facts(contender: Contender) -> dict[str, Any]:
+def _differences(contenders: Sequence[Contender]) -> dict[str, list[Any]]:
+    """Returns what differs in settings and facts; of a kind of run that some do not have, that is one row."""
+    kinds = {"training": [each.training for each in contenders], "evaluation": [each.evaluation for each in contenders]}
+    found: dict[str, list[Any]] = {}
+    for kind, runs in kinds.items():
+        found |= differences([{} if run is None else {f"has {kind}": "yes"} for run in runs])
+    for rows in (_settings, _facts):
+        for runs in kinds.values():
+            found |= differences([None if run is None else rows(run) for run in runs])
+    return found
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    prefix = {"train": "", "evaluate": "evaluate."}[run.identity.job_type]
+    return {prefix + name: value for name, value in by_dotted_name(run.config).items() if name not in PLACES}
+
+
+def _facts(run: Run) -> dict[str, Any]:
     """Returns what else a figure may depend on: code, packages, machine, data."""
+    prefix = {"train": "", "evaluate": "evaluate "}[run.identity.job_type]
     found: dict[str, Any] = {}
-    for run in contender.runs():
-        prefix = {"train": "", "evaluate": "evaluate "}[run.identity.job_type]
-        for section in ("git", "versions", "hardware", "digests"):
-            values = by_dotted_name(run.provenance.get(section, {}))
-            found |= {f"{prefix}{section} {name}": value for name, value in values.items() if name != "drafter"}
-        if "store" in run.provenance:
-            found[f"{prefix}store digest"] = run.provenance["store"].get("digest")
+    for section in ("git", "versions", "hardware", "digests"):
+        values = by_dotted_name(run.provenance.get(section, {}))
+        found |= {f"{prefix}{section} {name}": value for name, value in values.items() if name != "drafter"}
+    if "store" in run.provenance:
+        found[f"{prefix}store digest"] = run.provenance["store"].get("digest")
     return found
 
 

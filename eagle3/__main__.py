@@ -11,6 +11,7 @@ from eagle3.config import UserError
 SUBCOMMANDS = {
     "compare": "eagle3.evaluation.compare",
     "doctor": "eagle3.evaluation.doctor.command",
+    "export": "eagle3.training.exporting",
     "features": "eagle3.features.commands",
     "questions": "eagle3.evaluation.question_sets",
     "simulate": "eagle3.evaluation.simulation",

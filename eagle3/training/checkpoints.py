@@ -146,7 +146,7 @@ def newest_checkpoint(run_dir: Path) -> Checkpoint | None:
     """
     for path in reversed(_step_paths(run_dir)):
         try:
-            return _read_checkpoint(path)
+            return read_checkpoint(path)
         except UNREADABLE as error:
             logger.warning("checkpoint %s is passed over, it is not whole: %s", path, error)
     return None
@@ -155,14 +155,19 @@ def newest_checkpoint(run_dir: Path) -> Checkpoint | None:
 def _holds(path: Path, digests: dict[str, str]) -> bool:
     """Tells whether a checkpoint is whole, with these tensors."""
     try:
-        _read_checkpoint(path)
+        read_checkpoint(path)
         held: dict[str, str] = json.loads((path / STATE_NAME).read_text())["tensor_digests"]
     except UNREADABLE:
         return False
     return held == digests
 
 
-def _read_checkpoint(path: Path) -> Checkpoint:
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Reads a checkpoint and compares every byte with what was written.
+
+    Raises:
+        one of UNREADABLE: it is not whole.
+    """
     record = json.loads((path / STATE_NAME).read_text())
     if record.pop("digest") != _record_digest(record):
         raise ValueError(f"{STATE_NAME} is not what was written")

@@ -59,7 +59,7 @@ def test_what_cannot_be_exported_is_said(base: TrainConfig, tmp_path: Path) -> N
     damaged = bytearray(tensors.read_bytes())
     damaged[-1] ^= 1
     tensors.write_bytes(damaged)
-    with pytest.raises(UserError, match=r"a checkpoint must be whole, got .* in state\.safetensors are not what was written"):
+    with pytest.raises(UserError, match=r"must be whole, got .* in state\.safetensors are not what was written"):
         export_checkpoint(checkpoint, tmp_path / "out")
     shutil.rmtree(run_dir / "drafter")
     with pytest.raises(UserError, match=r"validated once, got .* without .*drafter; let the training go on"):

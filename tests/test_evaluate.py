@@ -235,6 +235,7 @@ def test_an_evaluation_that_cannot_be_done_leaves_nothing_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(serving_charts, "check_pictures", list)  # where matplotlib is not
+    monkeypatch.setattr("eagle3.evaluation.run.check_sglang", lambda server: [])
     right = {"drafter": drafter, "target.path": tiny_target, "target.device": "cpu"}
     with pytest.raises(UserError, match=said):
         evaluate(settings(tmp_path / "out", prompts, **(right | wrong)))

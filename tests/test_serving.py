@@ -12,6 +12,7 @@ import pytest
 import torch
 from json_servers import Reply
 from target_stores import LAYERS
+from test_launch import fake_python
 from test_served import INFO
 from test_served import running_server as fake_server
 from tiny_drafters import random_drafter
@@ -28,7 +29,7 @@ from eagle3.evaluation import compare, serving
 from eagle3.evaluation.cells import Asking, Cell, ServingReport, context_bucket
 from eagle3.evaluation.run import evaluate
 from eagle3.evaluation.served import ServedAnswer, ServerFacts, SGLangClient
-from eagle3.evaluation.serving import check_serve, compare_answers, rule_of
+from eagle3.evaluation.serving import check_serve, check_sglang, compare_answers, rule_of
 from eagle3.evaluation.serving_charts import NAMES, check_pictures
 from eagle3.evaluation.serving_report import break_even
 from eagle3.evaluation.simulate import Speculation
@@ -77,6 +78,7 @@ def test_every_server_is_measured_and_compared(
             yield Server(url)
 
     monkeypatch.setattr(serving, "running_server", running_server)
+    monkeypatch.setattr("eagle3.evaluation.run.check_sglang", lambda server: [])
     prompts = tmp_path / "prompts.jsonl"
     texts = ["a", "bb", "ccc", "dddd"]
     rows = [{"id": text, "domain": "maths", "messages": [{"role": "user", "content": text}]} for text in texts]
@@ -216,6 +218,20 @@ def test_settings_that_cannot_be_served_are_named() -> None:
     config = EvaluateConfig(serve=ServeConfig(), server="http://a")
     with pytest.raises(UserError, match="serve must be null with server, store or explain, got both"):
         evaluate(config)
+
+
+def test_sglang_is_asked_for_before_servers_are_started(tmp_path: Path) -> None:
+    python = fake_python(tmp_path, "echo 'PackageNotFoundError: No package metadata' >&2; exit 1")
+    config = EvaluateConfig(serve=ServeConfig(ServerConfig(python=python)), out=str(tmp_path / "out"))
+    with pytest.raises(UserError, match=r"serve\.server\.python must have sglang installed, got '.*python' \(Package"):
+        evaluate(config)
+    assert not (tmp_path / "out").exists()
+    (problem,) = check_sglang(ServerConfig(python="/none/python"))
+    assert problem.startswith("serve.server.python must be an interpreter, got '/none/python' (")
+    advice = "; name a serving environment in serve.server.python, or measure a running server with --server URL"
+    assert problem.endswith(advice)
+    usable = fake_python(tmp_path, """echo '["0.5.23", []]'""")  # it serves without our plugin
+    assert check_sglang(ServerConfig(python=usable)) == []
 
 
 def test_pictures_are_asked_for_before_servers_are_started() -> None:

@@ -19,7 +19,7 @@ from eagle3.evaluation.local import prepare_local
 from eagle3.evaluation.recorded import ANSWERS_NAME
 from eagle3.evaluation.remote import prepare_served
 from eagle3.evaluation.report import Report
-from eagle3.evaluation.serving import check_serve, prepare_serving
+from eagle3.evaluation.serving import check_serve, check_sglang, prepare_serving
 from eagle3.files import write_whole
 from eagle3.prompts.rendering import make_renderer
 from eagle3.prompts.tokenizers import load_tokenizer
@@ -172,7 +172,9 @@ def _show_results(board: Board, report: Report) -> None:
 
 def _check(config: EvaluateConfig) -> None:
     """Refuses settings that cannot work together, all at once."""
-    problems = check_serve(config.serve) + serving_charts.check_pictures() if config.serve is not None else []
+    problems = []
+    if config.serve is not None:
+        problems = check_serve(config.serve) + check_sglang(config.serve.server) + serving_charts.check_pictures()
     if config.serve is not None and (config.server is not None or config.explain or config.store is not None):
         problems.append("serve must be null with server, store or explain, got both; it starts servers of its own")
     if config.server is None and config.target is None:

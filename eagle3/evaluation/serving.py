@@ -3,6 +3,8 @@
 The plain server comes last: where a greedy answer parts from it, it is asked how sure it was.
 """
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +16,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from eagle3.capture.server import Server, running_server
-from eagle3.config import EvaluateConfig, ServeConfig, UserError
+from eagle3.config import EvaluateConfig, ServeConfig, ServerConfig, UserError
 from eagle3.draft.acceptance import AnswerRounds
 from eagle3.draft.export import load_drafter
 from eagle3.draft.target_weights import load_target_config
@@ -40,6 +42,7 @@ from eagle3.prompts.tokenizers import end_token_ids, load_tokenizer
 # In bf16 two tokens this close change places with the batch: two steps of logits between 16 and 32, in nats.
 NEAR_TIE = 0.25
 WARM_UP_TOKENS = 32  # of an answer: enough for every kernel to run
+FIND_SGLANG = "import importlib.metadata; importlib.metadata.version('sglang')"
 Kept = dict[tuple[str, float], Served]  # at the first concurrency, by server and temperature
 
 
@@ -265,6 +268,20 @@ def check_serve(serve: ServeConfig) -> list[str]:
     if serve.server.urls:
         problems.append(f"serve.server.urls must be empty, since servers are started, got {serve.server.urls}")
     return problems
+
+
+def check_sglang(server: ServerConfig) -> list[str]:
+    """Returns what keeps an interpreter from starting servers; asked before any is started."""
+    python = server.python or sys.executable
+    advice = "name a serving environment in serve.server.python, or measure a running server with --server URL"
+    try:
+        answer = subprocess.run([python, "-c", FIND_SGLANG], capture_output=True, text=True, check=False)
+    except OSError as error:
+        return [f"serve.server.python must be an interpreter, got {python!r} ({error}); {advice}"]
+    if answer.returncode != 0:
+        reason = (answer.stderr.strip().splitlines() or ["no message"])[-1]
+        return [f"serve.server.python must have sglang installed, got {python!r} ({reason}); {advice}"]
+    return []
 
 
 def compare_answers(

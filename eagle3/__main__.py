@@ -13,6 +13,7 @@ SUBCOMMANDS = {
     "doctor": "eagle3.evaluation.doctor.command",
     "export": "eagle3.training.exporting",
     "features": "eagle3.features.commands",
+    "plan": "eagle3.capture.planning",
     "questions": "eagle3.evaluation.question_sets",
     "simulate": "eagle3.evaluation.simulation",
     "sweep": "eagle3.training.sweep",

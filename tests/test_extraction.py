@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from tiny_extractions import LAYERS, contents, make_config, prompt_rows, run_command_line, write_prompts
 
 from eagle3.capture import pipeline, running_engine
 from eagle3.capture.extraction import run_extraction
 from eagle3.capture.inprocess import TransformersEngine
 from eagle3.capture.parity import ParityError
-from eagle3.config import PromptsConfig, RegenerateConfig, ServerConfig, UserError
+from eagle3.capture.planning import main as plan
+from eagle3.config import PromptsConfig, RegenerateConfig, ServerConfig, UserError, config_to_dict
 from eagle3.features.record import supervised_rows
 from eagle3.features.store import FeatureStore
 from eagle3.prompts.rendering import ChatRenderer
@@ -127,6 +129,33 @@ def test_the_plan_comes_first_and_refuses_before_the_target_is_loaded(
         run_extraction(config)
     assert caplog.messages[0].startswith("plan: 10 samples, ")
     assert not (tmp_path / "store").exists()
+
+
+def test_the_plan_alone_is_the_extractions_own(
+    tiny_target: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level(logging.INFO)
+    config = make_config(tiny_target, tmp_path)
+    path = tmp_path / "extract.yaml"
+    path.write_text(yaml.safe_dump(config_to_dict(config)))
+    arguments = ["--config", str(path), "--prompts", str(config.prompts.path)]
+    for num_missing in (10, 0):
+        assert plan([*arguments, "prompts.path=null"]) == 0
+        said = capsys.readouterr().out.strip()
+        assert said.startswith(f"plan: {num_missing} samples")
+        assert num_missing == 0 or not (tmp_path / "store").exists()
+        caplog.clear()
+        run_extraction(config)
+        (own,) = [message for message in caplog.messages if message.startswith("plan: ")]
+        assert said.partition("; free disk")[0] == own.partition("; free disk")[0]
+    with pytest.raises(UserError, match=r"store.num_writers must be at least 1, got 0"):
+        plan([*arguments, "store.num_writers=0"])
+    with pytest.raises(UserError, match=r"prompts.path must be a file, got none; name one with --prompts"):
+        plan(["--config", str(path), "prompts.path=null"])
+    assert "plan: " not in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"must stay within store.quota_bytes=1000"):
+        plan([*arguments, f"store.path={tmp_path / 'other'}", "store.quota_bytes=1000", "regenerate.enabled=false"])
+    assert "plan: 10 samples" in capsys.readouterr().out
 
 
 def test_rows_that_are_left_out_are_counted_and_named(

@@ -38,7 +38,7 @@ from eagle3.features.manifest import (
 )
 from eagle3.features.store import FeatureStore, digest_store
 from eagle3.features.writer import FeatureWriter, side_path
-from eagle3.plan import SampleSize, plan_extraction, readable_bytes
+from eagle3.plan import ExtractionPlan, SampleSize, plan_extraction, readable_bytes
 from eagle3.prompts.conversations import BadRow
 from eagle3.prompts.rendering import ChatRenderer, make_renderer
 from eagle3.prompts.server_rendering import compare_with_server
@@ -74,7 +74,9 @@ def run_extraction(config: ExtractConfig) -> ExtractionReport:
     stored_ids, quarantined_ids = _stored(store_path, manifest), _quarantined(side)
     done = stored_ids | quarantined_ids
     todo = [row.size for row in selection.rows if row.conversation.id not in done]
-    _check_plan(config, facts, manifest, todo, len(stored_ids))
+    plan = plan_of(config, facts, todo, len(stored_ids))
+    logger.info("%s", plan)
+    plan.check()
     report = ExtractionReport(num_stored_before=len(stored_ids), num_quarantined=len(quarantined_ids))
     with (
         Interrupts() as interrupts,
@@ -224,22 +226,18 @@ def coding_device(config: ExtractConfig) -> torch.device | None:
     return torch.device("cuda") if is_on_gpu else None
 
 
-def _check_plan(
-    config: ExtractConfig, facts: TargetFacts, manifest: Manifest, todo: Sequence[SampleSize], num_stored: int
-) -> None:
-    """Says what is about to be spent, and refuses what cannot fit."""
-    plan = plan_extraction(
+def plan_of(config: ExtractConfig, facts: TargetFacts, todo: Sequence[SampleSize], num_stored: int) -> ExtractionPlan:
+    """Returns what an extraction of samples of these sizes will spend."""
+    return plan_extraction(
         todo,
         config.store,
         hidden_size=facts.hidden_size,
         num_aux=len(facts.capture_layers),
-        codec=manifest.codec,
+        codec=store_codec(config),
         is_bound=config.regenerate.enabled and bool(todo),
         num_stored=num_stored,
         stored_bytes=_shard_bytes(Path(config.store.path)),
     )
-    logger.info("%s", plan)
-    plan.check()
 
 
 def _stored(store_path: Path, manifest: Manifest) -> set[str]:

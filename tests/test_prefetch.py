@@ -43,3 +43,15 @@ def test_closing_ends_the_thread() -> None:
     next(results)
     results.close()
     assert threading.active_count() == before
+
+
+def test_nothing_is_begun_after_an_error() -> None:
+    begun: list[int] = []
+
+    def load(number: int) -> int:
+        begun.append(number)
+        raise ValueError(number)
+
+    with pytest.raises(ValueError, match="0"):
+        next(prefetched(load, range(9), depth=3))
+    assert begun == [0], "the others would be waited for"

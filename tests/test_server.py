@@ -140,7 +140,9 @@ def test_patience_with_a_silent_server_is_shown_and_ends(
 ) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.setattr("eagle3.capture.server.LINE_SECONDS", 0.0)
-    with pytest.raises(ServerError, match=r"must answer within 1 s, got ConnectionError \(http://127.0.0.1:9\); raise"):
+    with pytest.raises(
+        ServerError, match=r"must answer within 1 s, got ConnectionError \(http://127.0.0.1:9\); start it again"
+    ):
         Server("http://127.0.0.1:9").wait_until(refused, timeout_seconds=1)
     assert caplog.messages[0] == "waiting for http://127.0.0.1:9 for 0 s: "
 

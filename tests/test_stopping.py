@@ -30,7 +30,7 @@ def test_time_that_is_up_asks_to_stop_once_there_are_steps() -> None:
     waiting = StopSignal(stop_after=60.0)
     waiting.step_begins()
     assert not waiting.requested
-    assert waiting.reason == "another rank was asked to stop"
+    assert waiting.reason == "another rank has to"
     assert not StopSignal().requested
 
 

@@ -7,6 +7,8 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,11 +22,15 @@ from eagle3.capture.answering import write_answers
 from eagle3.capture.engine import SetAside
 from eagle3.capture.extraction import run_extraction
 from eagle3.capture.inprocess import TransformersEngine
+from eagle3.capture.launch import ServerError
 from eagle3.capture.streaming import streamed_samples
 from eagle3.config import ExtractConfig, RegenerateConfig, StoreConfig, TrainConfig, UserError, config_to_dict
 from eagle3.features.store import FeatureStore
-from eagle3.features.stream import TokenSample
+from eagle3.features.stream import SampleStream, TokenSample
+from eagle3.training import trainer
+from eagle3.training.engine import Engine
 from eagle3.training.trainer import train
+from eagle3.training.validation import validate
 
 
 @pytest.fixture(scope="module")
@@ -223,3 +229,52 @@ def test_another_target_is_refused_before_a_step(extraction: ExtractConfig, tmp_
     assert "live.yaml" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("change target.path")
     assert not os.path.exists(tmp_path / "run")
+
+
+FAILING = str(Path(__file__).with_name("failing_streams.py"))
+
+
+def test_a_rank_without_servers_ends_all_with_a_checkpoint_of_the_last_step(
+    extraction: ExtractConfig, tmp_path: Path
+) -> None:
+    config = train_config(extraction, stream_path(extraction), tmp_path / "run")
+    config = with_run(config, deepspeed="zero2", validate_every=100, save_every=100)
+    # Of rank 1 the first calls are a validation's; steps are loaded ahead.
+    done = launch([*TWO_RANKS, FAILING, "1", "6", ""], config, tmp_path, "--config", "CONFIG")
+    assert done.returncode == 1, "the launcher's"
+    assert "error: the server must answer within 60 s, got ConnectionError; start it again\n" in done.stderr
+    assert done.stderr.count("error: ") == 1, done.stderr[-3000:]
+    checkpoints = sorted(tmp_path.glob("run/step-*"))
+    lines = metrics_of(tmp_path / "run")
+    assert [int(path.name[5:]) for path in checkpoints] == [lines[-1]["step"]], lines
+    assert 0 < lines[-1]["step"] < STEPS, lines
+    # It is as if there had been no fault.
+    for name, resume in (("run", "auto"), ("whole", "never")):
+        again = with_run(config, resume=resume, dir=str(tmp_path / name))
+        done = launch([*TWO_RANKS, "train.py"], again, tmp_path, "--config", "CONFIG")
+        assert done.returncode == 0, done.stderr[-4000:]
+    assert_same_bits(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_validation_without_servers_keeps_the_steps_before_it(
+    extraction: ExtractConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = train_config(extraction, stream_path(extraction), tmp_path / "run")
+    config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, ema_decay=0.6))
+    away = ServerError("the server must answer within 60 s")
+
+    def without_servers(engine: Engine, store: SampleStream, *arguments: Any, step: int, **settings: Any) -> Any:
+        if step == 3:
+            monkeypatch.setattr(store, "read", mock.Mock(side_effect=away))
+        return validate(engine, store, *arguments, step=step, **settings)
+
+    monkeypatch.setattr(trainer, "validate", without_servers)
+    with streamed_samples(extraction, config.data.path) as samples, pytest.raises(ServerError) as error:
+        train(config, samples)
+    assert error.value is away
+    assert [path.name for path in (tmp_path / "run").glob("step-*")] == ["step-000003"]
+    monkeypatch.setattr(trainer, "validate", validate)
+    for settings in (with_run(config, resume="auto"), with_run(config, dir=str(tmp_path / "whole"))):
+        with streamed_samples(extraction, config.data.path) as samples:
+            train(settings, samples)
+    assert_same_bits(tmp_path / "run", tmp_path / "whole")

@@ -125,9 +125,10 @@ class Server:
                     return
                 except requests.RequestException as error:
                     if time.monotonic() > deadline:
+                        remedy = "raise server.startup_timeout_seconds" if self.is_ours else "start it again"
                         raise ServerError(
                             f"the server must answer within {timeout_seconds:.0f} s, got {type(error).__name__} "
-                            f"({self.url}); raise server.startup_timeout_seconds{self._last_lines()}"
+                            f"({self.url}); {remedy}{self._last_lines()}"
                         ) from error
                 progress.update(task, line=self._last_line())
                 if progress.disable and time.monotonic() - told_at >= LINE_SECONDS:

@@ -173,6 +173,11 @@ def reduce_sum(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
+def on_every_rank(condition: bool, world: World) -> bool:
+    """Tells whether something is so on every rank, on every rank."""
+    return float(reduce_sum(torch.tensor(float(not condition), device=world.device))) == 0
+
+
 def gather(value: T) -> list[T]:
     """Returns every rank's value, in rank order, on every rank."""
     if not dist.is_initialized():

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import TypeVar
 
 Item = TypeVar("Item")
@@ -12,8 +12,20 @@ Result = TypeVar("Result")
 def prefetched(load: Callable[[Item], Result], items: Iterable[Item], depth: int) -> Generator[Result, None, None]:
     """Yields `load(item)` of each item, with at most `depth` results waiting; what `load` raises is raised in turn.
 
-    Close it to end the thread: what is under way is finished, nothing more is begun.
+    Close it to end the thread: what is under way is finished, nothing more is begun, nor is it after an error.
     """
+    has_failed = False
+
+    def load_unless_failed(item: Item) -> Result:
+        nonlocal has_failed
+        if has_failed:
+            raise CancelledError  # of what came before it, which is raised first
+        try:
+            return load(item)
+        except BaseException:
+            has_failed = True
+            raise
+
     under_way: deque[Future[Result]] = deque()
     rest = iter(items)
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
@@ -24,7 +36,7 @@ def prefetched(load: Callable[[Item], Result], items: Iterable[Item], depth: int
                     item = next(rest)
                 except StopIteration:
                     break
-                under_way.append(thread.submit(load, item))
+                under_way.append(thread.submit(load_unless_failed, item))
             if not under_way:
                 return
             yield under_way.popleft().result()

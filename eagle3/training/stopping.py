@@ -1,13 +1,17 @@
-"""What ends a run before its last step: a signal, the time it was given, or a tau that no longer grows."""
+"""What ends a run before its last step: a signal, the time it was given, samples that do not come, a tau that stays."""
 
 import ctypes
 import os
 import signal
 import time
+from collections.abc import Iterator
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
+from eagle3.config import UserError
 from eagle3.training.checkpoints import TrainState
+
+Item = TypeVar("Item")
 
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
@@ -40,6 +44,19 @@ class StopSignal:
         self._limit = stop_after
         self._signal: int | None = None
         self._takes_steps = False
+        self.error: UserError | OSError | None = None  # for want of which samples this rank cannot go on
+
+    def next_of(self, loaded: Iterator[Item]) -> Item | None:
+        """Returns the next of what is loaded ahead; None after the last, or if it cannot be had, which is noted.
+
+        Whoever cannot go on for that must not leave the other ranks in a collective, nor the steps so far unsaved: the
+        error is to be raised once the ranks have ended the run together.
+        """
+        try:
+            return next(loaded, None)
+        except (UserError, OSError) as error:
+            self.error = error
+            return None
 
     def step_begins(self) -> None:
         """Notes that this session takes a step: from now on its time can be up."""
@@ -49,14 +66,16 @@ class StopSignal:
     def requested(self) -> bool:
         """True once the run should end."""
         is_late = self._takes_steps and self._deadline is not None and time.monotonic() >= self._deadline
-        return self._signal is not None or is_late
+        return self._signal is not None or is_late or self.error is not None
 
     @property
     def reason(self) -> str:
         """Says what asked for it."""
+        if self.error is not None:
+            return "no samples"
         if self._signal is not None:
             return signal.Signals(self._signal).name
-        return f"run.stop_after={self._limit:g} minutes" if self.requested else "another rank was asked to stop"
+        return f"run.stop_after={self._limit:g} minutes" if self.requested else "another rank has to"
 
     def __enter__(self) -> Self:
         self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}

@@ -24,7 +24,15 @@ from eagle3.training.checkpoints import (
     initial_state,
     newest_checkpoint,
 )
-from eagle3.training.distributed import World, check_same, ending_together, from_main, quiet_other_ranks, start
+from eagle3.training.distributed import (
+    World,
+    check_same,
+    ending_together,
+    from_main,
+    on_every_rank,
+    quiet_other_ranks,
+    start,
+)
 from eagle3.training.engine import Engine, TTTModule
 from eagle3.training.faults import LossSpikes, keep_stopped
 from eagle3.training.inputs import Inputs, device_weights, largest_micro_batch, load_inputs
@@ -75,7 +83,8 @@ def train(config: TrainConfig, samples: Samples | None = None) -> Path:
     Without `samples` it trains on the store of `data.path`.
 
     Raises:
-        UserError: store, target, config and launcher do not belong together, or a micro-batch does not fit the GPU.
+        UserError: store, target, config and launcher do not belong together, a micro-batch does not fit the GPU, or
+            samples cannot be had, before which the steps so far are saved.
         ChildProcessError: another rank has stopped or died.
         FloatingPointError: loss or gradient is not finite; the last checkpoint is as good as before.
     """
@@ -84,16 +93,21 @@ def train(config: TrainConfig, samples: Samples | None = None) -> Path:
     check_backend(config.tracking)
     inputs = load_inputs(config, samples)
     accelerator, world = start(config)
-    run_dir = train_among_ranks(config, inputs, accelerator, world)
+    stop = StopSignal(config.run.stop_after)
+    run_dir = train_among_ranks(config, inputs, accelerator, world, stop)
     # Nothing of the run holds DDP any more. Its reducer must not be the last to hold the process group: it would end
     # gloo's threads with the GIL held, which one of them may be waiting for.
     accelerator.free_memory()
     accelerator.end_training()
+    if stop.error is not None:
+        raise stop.error
     return run_dir
 
 
-def train_among_ranks(config: TrainConfig, inputs: Inputs, accelerator: Accelerator, world: World) -> Path:
-    """Trains as one of the ranks, which have met; returns the run's directory."""
+def train_among_ranks(
+    config: TrainConfig, inputs: Inputs, accelerator: Accelerator, world: World, stop: StopSignal
+) -> Path:
+    """Trains as one of the ranks, which have met, until it is done or is to `stop`; returns the run's directory."""
     dtype = TARGET_DTYPES[config.target.dtype]
     add_normalisers(inputs.store, inputs.train_indices + inputs.held_out_indices, inputs.target, world, dtype)
     target = device_weights(inputs, config.data.embeddings).to(world.device, dtype)
@@ -129,19 +143,19 @@ def train_among_ranks(config: TrainConfig, inputs: Inputs, accelerator: Accelera
 
     with contextlib.ExitStack() as locks:
         run_dir, state = begin_or_resume(config, inputs, engine, locks)
-        finish(Run(config, inputs, engine, batches, run_dir, num_steps), state)
+        finish(Run(config, inputs, engine, batches, run_dir, num_steps), state, stop)
     return run_dir
 
 
-def finish(run: Run, state: TrainState) -> None:
-    """Takes a run from `state` to its end, or as far as it may go, and says where its drafter is."""
+def finish(run: Run, state: TrainState, stop: StopSignal) -> None:
+    """Takes a run from `state` to its end, or until it is to `stop`, and says where its drafter is."""
     settings, world = run.config.run, run.engine.world
     if is_complete(run, state):
         logger.info("%s is complete: %d of %d steps", run.dir, state.step, run.num_steps)
     else:
         with (
             open_tracker(run, state) as tracker,
-            StopSignal(settings.stop_after) as stop,
+            stop,
             Saver(run.engine, run.dir, settings) as saver,
             Watch(world, timeout=settings.timeout, before_end=saver.finish) as watch,
         ):
@@ -206,8 +220,10 @@ def take_steps(run: Run, state: TrainState, session: Session) -> TrainState:
             with log.clock():
                 session.watch.at("data", state.step + 1)
                 with log.data_clock():
-                    batch = next(loaded)
+                    batch = session.stop.next_of(loaded)
                 session.watch.at("begin", state.step + 1)
+                if not on_every_rank(batch is not None, engine.world) or batch is None:
+                    return stop_here(session, state)
                 session.stop.step_begins()
                 learning_rate = learning_rate_at(state.step + 1, run.num_steps, config.optimizer)
                 result = step_or_keep(run, state, batch, learning_rate, stop_requested=session.stop.requested)

@@ -49,7 +49,7 @@ def validate(
 ) -> Validation | None:
     """Scores the samples at `indices`, dealt over the ranks; every rank gets the same result.
 
-    None comes back if a rank was asked to stop: what is left may take longer than whoever asks will wait.
+    None comes back if a rank is to stop: what is left may take longer than whoever asks will wait, or cannot be had.
 
     Raises:
         FloatingPointError: a loss is not finite, on all ranks: of choices among such scores no tau can be made.
@@ -65,7 +65,8 @@ def validate(
     reader = pack_reader(store, data.read_threads, pin=world.device.type == "cuda", embed_tokens=module.host_embeddings)
     mine = packs[world.rank :: world.size]
     wanted = ([indices[i] for i in members] for members in mine if members)
-    for coded in prefetched(reader.read, wanted, depth=2):
+    loaded = prefetched(reader.read, wanted, depth=2)
+    while (coded := stop.next_of(loaded)) is not None:
         watch.at("validation", step)
         if stop.requested:
             break

@@ -84,6 +84,15 @@ def test_a_name_is_drawn_as_it_is(base: Path) -> None:
     assert draw(compare_contenders(contenders)).startswith(b"\x89PNG")
 
 
+def test_a_comparison_without_a_test_is_drawn(base: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the picture needs it")
+    runs = [run_of(base, name, "train") for name in ("long", "short")]
+    contenders = [Contender(run.config["run"]["dir"], dataclasses.replace(run, questions={}), None) for run in runs]
+    comparison = compare_contenders(contenders)
+    assert (comparison.verdicts, comparison.acceptance) == ([], {})
+    assert draw(comparison).startswith(b"\x89PNG")
+
+
 def test_without_matplotlib_the_remedy_is_named(base: Path, tmp_path: Path) -> None:
     with (
         mock.patch.dict("sys.modules", {"matplotlib.figure": None}),

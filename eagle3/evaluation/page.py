@@ -93,7 +93,7 @@ def _draw_intervals(axes: Any, comparison: Comparison) -> None:
                     middle, row + (index - (count - 1) / 2) * 0.18, xerr=sides, fmt="o", color=f"C{index}", capsize=3
                 )
     axes.set_yticks(range(len(measures)), [MEASURES[measure].replace(",", "\n") for measure in measures])
-    axes.set_ylim(len(measures) - 0.5, -0.5)
+    axes.set_ylim(max(1, len(measures)) - 0.5, -0.5)  # without a measure there are axes all the same
     axes.set(title="tau, 95 % over questions", xlabel="tokens a round")
 
 
@@ -107,7 +107,7 @@ def _draw_verdicts(axes: Any, comparison: Comparison) -> None:
     axes.axvline(0, color="grey", linewidth=1)
     labels = [f"{verdict.contender}\n{MEASURES[verdict.measure].split(',')[0]}" for verdict in comparison.verdicts]
     axes.set_yticks(range(len(labels)), labels)
-    axes.set_ylim(len(labels) - 0.5, -0.5)
+    axes.set_ylim(max(1, len(labels)) - 0.5, -0.5)
     label = "tokens a round; thick: these drafters, thin: the recipes"
     axes.set(title=f"tau against {comparison.contenders[0].name}", xlabel=label)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from eagle3.config import UserError
-from eagle3.evaluation.doctor.command import Examination, examine, main, show
+from eagle3.evaluation.doctor.command import SETTINGS, Examination, examine, main, show
 from eagle3.evaluation.doctor.tensors import singular_ratio
 from eagle3.evaluation.target import LocalTarget
 from eagle3.prompts.rendering import ChatRenderer
@@ -319,6 +319,16 @@ def test_arguments_that_need_others_are_refused(tmp_path: Path, good: tuple[Path
     ):
         with pytest.raises(UserError, match=said):
             main(argv)
+
+
+def test_what_was_not_looked_at_is_named_as_the_command_takes_it(tiny_target: Path, good: tuple[Path, Path]) -> None:
+    at_work = "the drafter at work on recorded features"
+    assert look(good[0], tiny_target).skipped == [
+        f"{at_work} (--target DIR --store DIR)", "what a server accepts (--server URL)",
+    ]  # fmt: skip
+    assert look(good[0], tiny_target, spelling=SETTINGS).skipped == [
+        f"{at_work} (target.path=DIR store=DIR)", "what a server accepts (server=URL)",
+    ]  # fmt: skip
 
 
 def test_findings_are_printed_with_their_remedies(

@@ -62,7 +62,12 @@ def test_an_evaluation_explains_what_it_finds(
     finding = result["findings"][1]
     assert finding.startswith("context-length: max_position_embeddings is 100 and the target's 512")
     assert "; remedy: write 512 into config.json" in finding
-    assert "context-length" in capsys.readouterr().out
+    table, _, findings = capsys.readouterr().out.partition("1. random-head: ")
+    assert "Acceptance length tau" in table
+    assert "context-length" not in table
+    assert "2. context-length: " in findings
+    assert "Not looked at: what a server accepts (server=URL)." in findings
+    assert findings.count("max_position_embeddings is 100 and") == 1  # and no second time, as a warning
     with pytest.raises(UserError, match="drafter must name a directory with explain=true, got null"):
         evaluate(settings(tmp_path / "out", prompts, server="http://127.0.0.1:9", explain="true"))
 

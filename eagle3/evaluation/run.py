@@ -14,7 +14,7 @@ from eagle3.config import EvaluateConfig, UserError, config_to_dict
 from eagle3.draft.questions import COLUMNS, QUESTIONS_NAME, rows, write_questions
 from eagle3.evaluation import serving_charts, serving_report
 from eagle3.evaluation.cells import ServingReport
-from eagle3.evaluation.doctor.command import examine, show
+from eagle3.evaluation.doctor.command import SETTINGS, Examination, examine, show
 from eagle3.evaluation.local import prepare_local
 from eagle3.evaluation.recorded import ANSWERS_NAME
 from eagle3.evaluation.remote import prepare_served
@@ -63,14 +63,17 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
         if config.serve is not None:
             return _show_serving(config, reports, board)
         report = work()
-        if config.explain:
-            report = dataclasses.replace(report, findings=report.findings + _explain(config))
+        examination = _examine(config) if config.explain else None
         report = dataclasses.replace(report, peak_memory_bytes=_peak_memory_bytes())
         _show_results(board, report)
     result = report.to_dict() | _setting(config)
+    if examination is not None:
+        result["findings"] += [f"{each.name}: {each.what}; remedy: {each.remedy}" for each in examination.findings]
     write_questions(out / QUESTIONS_NAME, {name: each.questions for name, each in report.measured().items()})
     console = Console()
     report.print(console)
+    if examination is not None:
+        show(examination, Path(str(config.drafter)), console)
     write_whole(out / RESULT_NAME, json.dumps(result, indent=1) + "\n")
     console.print(f"All figures: {out / RESULT_NAME}", highlight=False, markup=False)
     return result
@@ -132,19 +135,18 @@ def _write_pages(report: ServingReport, config: EvaluateConfig, setting: dict[st
     return _write_figures(report, config, setting)
 
 
-def _explain(config: EvaluateConfig) -> list[str]:
-    """Prints what the doctor says, and returns its findings, each with its remedy."""
+def _examine(config: EvaluateConfig) -> Examination:
+    """Has the doctor look at the drafter."""
     assert config.drafter is not None, "the config was checked"
-    examination = examine(
+    return examine(
         Path(config.drafter),
         target_path=Path(config.target.path) if config.target is not None else None,
         store_path=Path(config.store) if config.store is not None else None,
         server=config.server,
         tries_layers=False,
         chat_template_kwargs=config.prompts.chat_template_kwargs,
+        spelling=SETTINGS,
     )
-    show(examination, Path(config.drafter), Console())
-    return [f"{finding.name}: {finding.what}; remedy: {finding.remedy}" for finding in examination.findings]
 
 
 def _facts(config: EvaluateConfig) -> dict[str, Any]:

@@ -28,6 +28,19 @@ class Examination:
     skipped: list[str]  # what was not looked at, and what it would take
 
 
+@dataclass(frozen=True)
+class Spelling:
+    """How a command is given what the doctor looks at."""
+
+    target: str
+    store: str
+    server: str
+
+
+OPTIONS = Spelling("--target DIR", "--store DIR", "--server URL")
+SETTINGS = Spelling("target.path=DIR", "store=DIR", "server=URL")
+
+
 def main(argv: Sequence[str]) -> int:
     """Prints the findings; returns 0 if there are none and 1 otherwise.
 
@@ -66,8 +79,9 @@ def examine(
     server: str | None,
     tries_layers: bool,
     chat_template_kwargs: dict[str, Any],
+    spelling: Spelling = OPTIONS,
 ) -> Examination:
-    """Looks at everything that the arguments allow, the files first.
+    """Looks at everything that the arguments allow, the files first; `spelling` is what hints name the others by.
 
     Raises:
         UserError: an argument names nothing that can be looked at, or needs another one.
@@ -81,7 +95,7 @@ def examine(
     facts = client.facts() if client is not None else None
     target = read_target(target_path, chat_template_kwargs) if target_path is not None else None
     if target is None:
-        skipped.append("sizes, layers, RoPE, tokenizer and template (--target DIR)")
+        skipped.append(f"sizes, layers, RoPE, tokenizer and template ({spelling.target})")
     reading = read_drafter_files(drafter)
     files, findings = reading.files, list(reading.findings)
     if files is None:
@@ -103,7 +117,7 @@ def examine(
         findings += [rope] if rope is not None else []
         if target is not None and not findings:
             findings += check_loadable(files, target)
-        reason = "the findings above first" if structural else "--target DIR --store DIR"
+        reason = "the findings above first" if structural else f"{spelling.target} {spelling.store}"
         skipped.append(f"the drafter at work on recorded features ({reason})")
     else:
         evidence = _look_at_work(files, target, store_path, client, tries_layers=tries_layers)
@@ -115,7 +129,7 @@ def examine(
         if position_0 is None:
             skipped.append("the drafter at work on recorded features (the findings above first)")
     if client is None:
-        skipped.append("what a server accepts (--server URL)")
+        skipped.append(f"what a server accepts ({spelling.server})")
     # Evidence speaks last, and its words replace a suspicion of the same name.
     return Examination(list({finding.name: finding for finding in findings}.values()), position_0, skipped)
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,47 @@ def test_an_evaluation_explains_what_it_finds(
     assert findings.count("max_position_embeddings is 100 and") == 1  # and no second time, as a warning
     with pytest.raises(UserError, match="drafter must name a directory with explain=true, got null"):
         evaluate(settings(tmp_path / "out", prompts, server="http://127.0.0.1:9", explain="true"))
+
+
+def test_figures_that_will_be_replaced_are_said(
+    tmp_path: Path, tiny_target: Path, drafter: Path, prompts: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = {"target.path": tiny_target, "target.dtype": "float32", "target.device": "cpu", "timed_prompts": 0}
+    config = settings(tmp_path / "out", prompts, **target, drafter=drafter)
+    evaluate(config)
+    assert "replaced" not in caplog.text
+    result = tmp_path / "out" / "result.json"
+    written = time.mktime((2026, 1, 2, 3, 4, 5, 0, 0, -1))
+    os.utime(result, (written, written))
+    evaluate(config)
+    assert [line for line in caplog.messages if "replaced" in line] == [
+        f"the figures that an evaluation wrote 2026-01-02 03:04:05 will be replaced ({result}); to keep them, name "
+        f"another out"
+    ]
+
+
+@pytest.mark.parametrize(("share", "warns"), [("0.9", True), ("0.8", False), ("0.7", False), ("null", False)])
+def test_prompts_that_the_drafter_was_trained_on_are_said(
+    tmp_path: Path,
+    tiny_target: Path,
+    drafter: Path,
+    prompts: Path,
+    caplog: pytest.LogCaptureFixture,
+    share: str,
+    warns: bool,
+) -> None:
+    copy = shutil.copytree(drafter, tmp_path / "run" / "drafter")
+    run = {"id": "r", "name": "n", "group": "g", "job_type": "train"}
+    record = {"sessions": [{"run": run, "config": {"data": {"held_out_share": 0.8}}}]}
+    (tmp_path / "run" / "run.json").write_text(json.dumps(record))
+    target = {"target.path": tiny_target, "target.dtype": "float32", "target.device": "cpu", "timed_prompts": 0}
+    config = settings(tmp_path / "out", prompts, **target, drafter=copy, held_out_share=share)
+    evaluate(config)
+    said = (
+        f"held_out_share is 0.9, and the drafter's training held out 0.8 ({tmp_path / 'run' / 'run.json'}): of its own "
+        f"prompts, some that it was trained on are asked"
+    )
+    assert [line for line in caplog.messages if "held_out_share" in line] == ([said] if warns else [])
 
 
 @pytest.fixture(scope="module")

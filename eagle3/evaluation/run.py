@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import logging
 import resource
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from eagle3.board import Board, check_backend, drafter_files
-from eagle3.config import EvaluateConfig, UserError, config_to_dict
+from eagle3.config import EvaluateConfig, UserError, by_dotted_name, config_to_dict
 from eagle3.draft.questions import COLUMNS, QUESTIONS_NAME, rows, write_questions
 from eagle3.evaluation import serving_charts, serving_report
 from eagle3.evaluation.cells import ServingReport
@@ -33,6 +35,8 @@ from eagle3.tracking import (
     write_provenance,
 )
 
+logger = logging.getLogger(__name__)
+
 RESULT_NAME = "result.json"
 
 
@@ -54,6 +58,9 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
         reports = prepare_serving(config)
     else:
         work = prepare_local(config) if config.server is None else prepare_served(config)
+    for said in (_trained_on(config), _replaced(out / RESULT_NAME)):
+        if said is not None:
+            logger.warning("%s", said)
     out.mkdir(parents=True, exist_ok=True)
     write_provenance(out, identity, config, _facts(config))
     with open_board(out, config.tracking) as board:
@@ -218,6 +225,30 @@ def _check(config: EvaluateConfig) -> None:
         problems.append(f"held_out_share must be above 0 and at most 1, got {config.held_out_share}; null takes all")
     if problems:
         raise UserError("\n".join(problems))
+
+
+def _trained_on(config: EvaluateConfig) -> str | None:
+    """Says it where the drafter's own run trained on prompts that are asked."""
+    if config.drafter is None or config.held_out_share is None:
+        return None
+    directory = Path(config.drafter).parent
+    sessions = [each for each in read_provenance(directory)["sessions"] if each["run"]["job_type"] == "train"]
+    settings = sessions[-1].get("config") if sessions else None
+    share = by_dotted_name(settings).get("data.held_out_share") if isinstance(settings, dict) else None
+    if not isinstance(share, int | float) or config.held_out_share <= share:
+        return None  # a smaller share is a part of the larger one
+    return (
+        f"held_out_share is {config.held_out_share:g}, and the drafter's training held out {share:g} "
+        f"({directory / PROVENANCE_NAME}): of its own prompts, some that it was trained on are asked"
+    )
+
+
+def _replaced(result: Path) -> str | None:
+    """Says it where figures of an earlier evaluation will be written over."""
+    if not result.is_file():
+        return None
+    written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(result.stat().st_mtime))
+    return f"the figures that an evaluation wrote {written} will be replaced ({result}); to keep them, name another out"
 
 
 def _peak_memory_bytes() -> int:

@@ -25,7 +25,7 @@ def main() -> None:
     refused_ids, num_calls = set(refused.split(",")), [0]
     make, capture_each = StateMaker.__call__, TransformersEngine.capture_each
 
-    def make_or_fail(maker: StateMaker, tokens: Sequence[TokenSample]) -> list[FeatureSample]:
+    def make_or_fail(maker: StateMaker, tokens: Sequence[TokenSample]) -> list[FeatureSample | None]:
         num_calls[0] += 1
         if os.environ.get("RANK", "0") == rank and num_calls[0] == int(failing_call):
             raise ServerError("the server must answer within 60 s, got ConnectionError; start it again")

@@ -19,7 +19,7 @@ from eagle3.capture.regenerate import Answered
 from eagle3.capture.running_engine import running_engine
 from eagle3.capture.selection import select_rows
 from eagle3.config import ExtractConfig, UserError
-from eagle3.features.manifest import DTYPES, Manifest, check_same_capture, read_manifest
+from eagle3.features.manifest import Manifest, check_same_capture, read_manifest
 from eagle3.features.record import FeatureSample, supervised_rows
 from eagle3.features.stream import SampleStream, TokenSample
 from eagle3.features.writer import side_path
@@ -64,7 +64,7 @@ def streamed_samples(config: ExtractConfig, path: str) -> Iterator[SampleStream]
             logger.info("parity: greedy tokens agree on %.1f %% of %d", 100 * report.agreement, report.num_clear)
         logger.info("%d samples come from %s while they are trained on", len(tokens), config.engine)
         max_blank = int(config.max_quarantined_share * len(tokens))
-        yield SampleStream(path, manifest, tokens, StateMaker(engine, manifest, max_blank))
+        yield SampleStream(path, manifest, tokens, StateMaker(engine, max_blank))
 
 
 def check_stream_settings(config: ExtractConfig, path: str) -> None:
@@ -134,30 +134,30 @@ def with_share_of_staging(config: ExtractConfig) -> ExtractConfig:
 
 
 class StateMaker:
-    """Runs the target on samples; one without usable states comes back with nothing to learn from."""
+    """Runs the target on samples; None stands for one without usable states."""
 
-    def __init__(self, engine: Engine, manifest: Manifest, max_blank: int) -> None:
+    def __init__(self, engine: Engine, max_blank: int) -> None:
         self._engine = engine
-        self._manifest = manifest
         self._max_blank = max_blank
         self._blank_ids: set[str] = set()
 
-    def __call__(self, tokens: Sequence[TokenSample]) -> list[FeatureSample]:
+    def __call__(self, tokens: Sequence[TokenSample]) -> list[FeatureSample | None]:
         """Returns the samples in their order.
 
         Raises:
             UserError: a server stays away, or more samples than are allowed have no usable states.
         """
-        made: dict[int, FeatureSample] = {}
+        made: dict[int, FeatureSample | None] = {}
         with closing(self._engine.capture_each(each.input_ids.tolist() for each in tokens)) as results:
             for index, result in results:
                 made[index] = self._sample(tokens[index], result)
         return [made[index] for index in range(len(tokens))]
 
-    def _sample(self, tokens: TokenSample, result: Captured | CodedCapture | SetAside) -> FeatureSample:
+    def _sample(self, tokens: TokenSample, result: Captured | CodedCapture | SetAside) -> FeatureSample | None:
         assert not isinstance(result, CodedCapture), tokens.sample_id  # asked for as they are
         if isinstance(result, SetAside):
-            return self._blank(tokens, result.reason)
+            self._note_blank(tokens, result.reason)
+            return None
         rows = supervised_rows(tokens.loss_mask)
         last = result.last_hidden_states[rows]
         sample = FeatureSample(
@@ -170,27 +170,17 @@ class StateMaker:
         )
         fault = find_fault(sample)
         if fault is not None:
-            return self._blank(tokens, fault)
+            self._note_blank(tokens, fault)
+            return None
         return replace(sample, target_logz=self._engine.log_normaliser(last))
 
-    def _blank(self, tokens: TokenSample, reason: str) -> FeatureSample:
+    def _note_blank(self, tokens: TokenSample, reason: str) -> None:
         if tokens.sample_id not in self._blank_ids:
             self._blank_ids.add(tokens.sample_id)
-            logger.warning("sample %r is left out of the training: %s", tokens.sample_id, reason)
+            # Of an error's level: other ranks than the first log no less.
+            logger.error("sample %r is left out of the training: %s", tokens.sample_id, reason)
         if len(self._blank_ids) > self._max_blank:
             raise UserError(
                 f"samples without usable states must be at most {self._max_blank} (max_quarantined_share), got "
                 f"{len(self._blank_ids)}, the latest {tokens.sample_id!r}: {reason}; drop them, or raise the share"
             )
-        hidden_size, dtype = self._manifest.hidden_size, DTYPES[self._manifest.dtype]
-        width = len(self._manifest.capture_layers) * hidden_size
-        none = torch.zeros(0, hidden_size, dtype=dtype)
-        return FeatureSample(
-            sample_id=tokens.sample_id,
-            input_ids=tokens.input_ids,
-            loss_mask=torch.zeros_like(tokens.loss_mask),
-            aux_hidden_states=torch.zeros(tokens.input_ids.numel(), width, dtype=dtype),
-            last_hidden_states=none,
-            last_rows=torch.zeros(0, dtype=torch.int32),
-            target_logz=self._engine.log_normaliser(none),
-        )

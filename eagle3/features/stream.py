@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from eagle3.features.manifest import Manifest
@@ -35,7 +36,7 @@ class SampleStream(Samples):
         path: Path | str,
         manifest: Manifest,
         tokens: Sequence[TokenSample],
-        make: Callable[[Sequence[TokenSample]], list[FeatureSample]],
+        make: Callable[[Sequence[TokenSample]], list[FeatureSample | None]],
     ) -> None:
         """Takes what is known of all samples, and what runs the target on some of them; `path` names it to people."""
         super().__init__(path, manifest, _entries(tokens))
@@ -57,14 +58,30 @@ class SampleStream(Samples):
         """Returns the loss mask (T,) of a sample."""
         return self.tokens[index].loss_mask
 
-    def read(self, indices: Sequence[int]) -> list[FeatureSample]:
-        """Runs the target on the samples at `indices`, and returns them in that order.
+    def read(self, indices: Sequence[int]) -> list[FeatureSample | None]:
+        """Runs the target on the samples at `indices`, and returns them in that order; None has no usable states.
 
         Raises:
             UserError: it does not run, or too many samples had no usable states.
         """
         with self._turn:
             return self._make([self.tokens[index] for index in indices])
+
+    def without_states(self, index: int, *, is_supervised: bool) -> FeatureSample:
+        """Returns a sample with zeros for its states, whose supervision may be taken away."""
+        known, manifest = self.tokens[index], self.manifest
+        loss_mask = known.loss_mask if is_supervised else torch.zeros_like(known.loss_mask)
+        rows = supervised_rows(loss_mask)
+        width = len(manifest.capture_layers) * manifest.hidden_size
+        return FeatureSample(
+            sample_id=known.sample_id,
+            input_ids=known.input_ids,
+            loss_mask=loss_mask,
+            aux_hidden_states=torch.zeros(known.input_ids.numel(), width, dtype=self.dtype),
+            last_hidden_states=torch.zeros(rows.numel(), manifest.hidden_size, dtype=self.dtype),
+            last_rows=rows,
+            target_logz=torch.zeros(rows.numel()),
+        )
 
     def keep_normaliser(self, normalise: Callable[[Tensor], Tensor]) -> None:
         """Keeps what makes the `target_logz` that the target's side does not: (S, D) states -> (S,) fp32."""

@@ -62,7 +62,7 @@ def loss_weights(objective: ObjectiveConfig, num_counted: Tensor) -> Tensor:  # 
     """Returns what each draft step's summed cross-entropy is multiplied by: decay ** k / N0, or / its own count."""
     decay = objective.ttt_decay ** torch.arange(objective.ttt_steps, dtype=torch.float64, device=num_counted.device)
     if objective.count == "step0":
-        return decay / num_counted[0]
+        return decay / num_counted[0].clamp(min=1)  # none, if no sample of a step has states
     return torch.where(num_counted > 0, decay / num_counted.clamp(min=1), 0)
 
 
@@ -88,11 +88,10 @@ def take_step(
         UserError: a micro-batch does not fit the GPU's memory; the other ranks wait for this one.
     """
     objective, device, size = engine.module.objective, engine.world.device, engine.world.size
-    num_real = len(batch.packs) - batch.has_filler
-    own = [count(batch.packs[:num_real], objective.ttt_steps) for count in (count_rows, count_attended)]
+    real = [pack for pack in batch.packs[: len(batch.packs) - batch.has_filler] if not pack.is_blank]
+    own = [count(real, objective.ttt_steps) for count in (count_rows, count_attended)]
     num_counted, num_attended = reduce_sum(torch.cat(own).to(device)).chunk(2)  # (K,) each
     met = Mark(device)
-    assert num_counted[0] > 0, f"a step must have counted rows, got none in {batch.sample_ids}"
     # Both wrappers average gradients over the ranks; the factor makes that a sum.
     step_weights = loss_weights(objective, num_counted) * size
 
@@ -134,11 +133,12 @@ def _run_micro_batches(
         for index, packed in enumerate(on_device(batch.packs, device)):
             with engine.accumulating(is_last=index == len(batch.packs) - 1):
                 engine.at(f"forward of micro-batch {index + 1}")
-                loss, pack_sums = engine.model(packed, step_weights if index < num_real else 0 * step_weights)
+                is_real = index < num_real and not batch.packs[index].is_blank
+                loss, pack_sums = engine.model(packed, step_weights if is_real else 0 * step_weights)
                 forward_done = Mark(device)
                 engine.at(f"backward of micro-batch {index + 1}")
                 engine.backward(loss)
-            if index < num_real:
+            if is_real:
                 losses[index, engine.world.rank] = loss.detach()
                 sums += pack_sums
     except torch.OutOfMemoryError as error:

@@ -27,9 +27,12 @@ class CodedPack:
     last: CodedStates  # S rows
     dtype: torch.dtype  # of the decoded states
     hidden_size: int  # D
+    # No sample has states: it must weigh nothing. Its rows are counted as any other's, so that its graph, and with it
+    # the order in which gradients are made, is that of the other ranks'.
+    is_blank: bool = False
 
     @classmethod
-    def of(cls, packed: PackedSequences) -> "CodedPack":
+    def of(cls, packed: PackedSequences, *, is_blank: bool = False) -> "CodedPack":
         """Wraps a pack whose states are exact."""
         none = packed.last_hidden_states.new_zeros(0, 0)
         return cls(
@@ -38,6 +41,7 @@ class CodedPack:
             last=CodedStates(packed.last_hidden_states),
             dtype=packed.last_hidden_states.dtype,
             hidden_size=packed.last_hidden_states.shape[1],
+            is_blank=is_blank,
         )
 
     def to(self, device: torch.device) -> "CodedPack":
@@ -87,11 +91,19 @@ class StreamReader:
         Raises:
             UserError: as `SampleStream.read`.
         """
-        packed = pack(self._stream.read(indices))
+        made = self._stream.read(indices)
+        is_blank = all(sample is None for sample in made)
+        packed = pack(
+            [
+                self._stream.without_states(index, is_supervised=is_blank) if sample is None else sample
+                for index, sample in zip(indices, made, strict=True)
+            ]
+        )
         if packed.target_logz is None:
             packed = replace(packed, target_logz=self._stream.normalisers(packed.last_hidden_states))
         packed = replace(packed, embeds=embedded(self._embed_tokens, packed.input_ids))
-        return CodedPack.of(packed).pinned() if self._pin else CodedPack.of(packed)
+        coded = CodedPack.of(packed, is_blank=is_blank)
+        return coded.pinned() if self._pin else coded
 
 
 class PackReader:

@@ -70,6 +70,8 @@ def validate(
         watch.at("validation", step)
         if stop.requested:
             break
+        if coded.is_blank:
+            continue
         try:
             (packed,) = on_device([coded], world.device)
             pack_sums = module(packed)[1]

@@ -18,7 +18,7 @@ def main() -> None:
         from eagle3.capture.streaming import streamed_samples
         from eagle3.training.distributed import quiet_other_ranks
     quiet_other_ranks()
-    extraction = load_config(ExtractConfig, find_config(config.data.path, "extract"), [])
+    extraction = load_config(ExtractConfig, find_config(config.data.path, "extract", "data.path"), [])
     with streamed_samples(extraction, config.data.path) as samples:
         train(config, samples)
 

@@ -20,8 +20,8 @@ CONFIG_ROOT = Path(__file__).resolve().parent.parent / "configs"
 Config = TypeVar("Config", ExtractConfig, TrainConfig, EvaluateConfig, InspectConfig)
 
 
-def find_config(name: str, command: str) -> Path:
-    """Returns the path of a config named on the command line: as typed, else under `configs/<command>/`.
+def find_config(name: str, command: str, setting: str = "--config") -> Path:
+    """Returns the path of a config that a setting names: as typed, else under `configs/<command>/`.
 
     Raises:
         UserError: neither exists; the message lists what `configs/<command>/` has.
@@ -31,7 +31,7 @@ def find_config(name: str, command: str) -> Path:
         if path.is_file():
             return path
     known = ", ".join(sorted(path.name for path in shipped.glob("*.yaml")))
-    raise UserError(f"--config must be a file, got {name!r} (not found as typed, nor among {shipped}: {known})")
+    raise UserError(f"{setting} must be a file, got {name!r} (not found as typed, nor among {shipped}: {known})")
 
 
 def find_deepspeed(name: str) -> Path | None:

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,12 +19,14 @@ from tiny_extractions import contents, make_config, prompt_rows, run_command_lin
 from tiny_training import tiny_config
 from training_runs import STEPS, TWO_RANKS, assert_same_bits, assert_same_training, launch, metrics_of, with_run
 
+import train as train_command
 from eagle3.capture.answering import write_answers
 from eagle3.capture.engine import SetAside
 from eagle3.capture.extraction import run_extraction
 from eagle3.capture.inprocess import TransformersEngine
 from eagle3.capture.launch import ServerError
 from eagle3.capture.streaming import StateMaker, streamed_samples
+from eagle3.cli import run_command
 from eagle3.config import ExtractConfig, RegenerateConfig, StoreConfig, TrainConfig, UserError, config_to_dict
 from eagle3.features.store import FeatureStore
 from eagle3.features.stream import SampleStream, TokenSample
@@ -203,8 +206,47 @@ def test_the_targets_own_answers_are_written_first(
         assert torch.equal(sample.input_ids, tokens[name].input_ids)
         assert torch.equal(sample.loss_mask, tokens[name].loss_mask)
     given = dataclasses.replace(config, regenerate=RegenerateConfig(enabled=False))
-    with pytest.raises(UserError, match=r"regenerate\.enabled must be true where the target writes the answers"):
+    given = dataclasses.replace(given, store=dataclasses.replace(given.store, codec="int8", num_writers=2))
+    with pytest.raises(UserError) as error:
         write_answers(given)
+    assert str(error.value).splitlines() == [
+        "answers cannot be written for a training with:",
+        "  store.codec must be exact where nothing is stored, got 'int8'",
+        "  store.num_writers must be 1 where nothing is stored, got 2",
+        "  regenerate.enabled must be true, got false: a training takes the answers of the prompts file",
+        "change them",
+    ]
+
+
+def test_what_has_no_answer_is_counted_and_nothing_but_that_is_an_error(
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(tiny_target, tmp_path, prompt_rows(8))
+    generate, num_calls = TransformersEngine.generate, [0]
+
+    def refuse(engine: TransformersEngine, prompts: list[list[int]], *arguments: Any, **settings: Any) -> list[Any]:
+        return [SetAside("the server refused it") for _ in prompts]
+
+    def interrupt(engine: TransformersEngine, *arguments: Any, **settings: Any) -> Sequence[Any]:
+        num_calls[0] += 1
+        if num_calls[0] == 4:  # three turns of the first chunk
+            os.kill(os.getpid(), signal.SIGINT)
+        return generate(engine, *arguments, **settings)
+
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(TransformersEngine, "generate", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_answers(config)
+    assert f"stopped: 4 of 8 conversations are answered in {config.store.path}; the same command" in caplog.text
+    monkeypatch.setattr(TransformersEngine, "generate", refuse)
+    write_answers(config)
+    assert f"4 of 8 conversations are answered in {config.store.path}; answers: " in caplog.text
+    assert "4 conversations have no answer and are left out: line 5, " in caplog.text
+    (Path(config.store.path) / "answers.jsonl").unlink()
+    write_answers(config)
+    none = r"at least one conversation must have an answer, got none of 8 .*answer them"
+    with pytest.raises(UserError, match=none), streamed_samples(config, "live.yaml"):
+        pass
 
 
 def test_what_cannot_be_streamed_is_refused_by_name(extraction: ExtractConfig) -> None:
@@ -219,11 +261,24 @@ def test_what_cannot_be_streamed_is_refused_by_name(extraction: ExtractConfig) -
     assert str(error.value).splitlines() == [
         "some settings of live.yaml cannot be trained from:",
         "  prompts.path must be a file, got none",
-        "  server.urls must name servers that run, got none: a training starts none",
         "  store.codec must be exact where nothing is stored, got 'int8'",
         "  store.num_writers must be 1 where nothing is stored, got 2",
+        "  server.urls must name servers that run, got none: a training starts none",
         "change them",
     ]
+
+
+def test_a_missing_extraction_is_named_by_the_setting(
+    extraction: ExtractConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = train_config(extraction, str(tmp_path / "none.yaml"), tmp_path / "run")
+    path = tmp_path / "train.yaml"
+    path.write_text(yaml.safe_dump(config_to_dict(config)))
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config", str(path)])
+    with pytest.raises(SystemExit) as ended:
+        run_command(train_command.main)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: data.path must be a file, got '{tmp_path}/none.yaml' ")
 
 
 def test_another_target_is_refused_before_a_step(extraction: ExtractConfig, tmp_path: Path) -> None:

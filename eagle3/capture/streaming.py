@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from eagle3.capture.answering import unstored_problems
 from eagle3.capture.answers import ANSWERS_NAME, AnswerLog
 from eagle3.capture.engine import Captured, CodedCapture, Engine, SetAside
 from eagle3.capture.extraction import build_manifest, check_settings
@@ -73,15 +74,9 @@ def check_stream_settings(config: ExtractConfig, path: str) -> None:
     Raises:
         UserError: names all that cannot.
     """
-    problems = []
-    if config.prompts.path is None:
-        problems.append("  prompts.path must be a file, got none")
+    problems = unstored_problems(config)
     if config.engine == "sglang" and not config.server.urls:
         problems.append("  server.urls must name servers that run, got none: a training starts none")
-    if config.store.codec != "exact":
-        problems.append(f"  store.codec must be exact where nothing is stored, got {config.store.codec!r}")
-    if config.store.num_writers != 1:
-        problems.append(f"  store.num_writers must be 1 where nothing is stored, got {config.store.num_writers}")
     if problems:
         raise UserError(f"some settings of {path} cannot be trained from:\n" + "\n".join(problems) + "\nchange them")
 
@@ -117,6 +112,11 @@ def answered_tokens(
     finally:
         log.close()
     tokens = [tokens_of(sample_id, result) for sample_id, result in results if isinstance(result, Answered)]
+    if not tokens:
+        raise UserError(
+            f"at least one conversation must have an answer, got none of {len(conversations)} "
+            f"({directory / ANSWERS_NAME}); {ANSWERS_NAME} has the reasons: change the prompts, and answer them anew"
+        )
     if len(tokens) < len(conversations):
         logger.info("%d conversations had no answer and are left out", len(conversations) - len(tokens))
     return tokens

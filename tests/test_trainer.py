@@ -63,7 +63,7 @@ def impose_taus(monkeypatch: pytest.MonkeyPatch, values: list[float]) -> None:
 
 def test_a_run_leaves_everything_behind(base: TrainConfig, undisturbed: Path) -> None:
     names = {path.name for path in undisturbed.iterdir() if path.suffix != ".patch"}  # code that is not committed
-    assert names == {"drafter", "metrics.jsonl", "questions.jsonl", "run.json", "step-000003", "step-000006"}
+    assert names == {"drafter", "lock", "metrics.jsonl", "questions.jsonl", "run.json", "step-000003", "step-000006"}
     lines = metrics_of(undisturbed)
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 3, 4, 5, 6, 6]
     assert lines[0]["tau_untrained"] == lines[0]["held_out/tau"]

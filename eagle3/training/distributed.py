@@ -175,6 +175,8 @@ def reduce_sum(values: torch.Tensor) -> torch.Tensor:
 
 def on_every_rank(condition: bool, world: World) -> bool:
     """Tells whether something is so on every rank, on every rank."""
+    if world.size == 1:
+        return condition  # without a wait for the device
     return float(reduce_sum(torch.tensor(float(not condition), device=world.device))) == 0
 
 

@@ -46,12 +46,12 @@ def write_answers(config: ExtractConfig) -> ExtractionReport:
     report = ExtractionReport()
     with (
         Interrupts() as interrupts,
-        FeatureWriter(Path(store.path), manifest, store.shard_bytes, writer=store.writer) as writer,
+        FeatureWriter(Path(store.path), manifest, store.shard_bytes) as writer,
         running_engine(config, facts, tokenizer) as engine,
     ):
         max_tokens = min(config.prompts.max_tokens, facts.max_tokens, engine.max_tokens)
         selection = select_rows(config.prompts, renderer, config.regenerate, max_tokens=max_tokens)
-        conversations = [row.conversation for row in selection.share(store.writer, store.num_writers).rows]
+        conversations = [row.conversation for row in selection.rows]
         progress = LiveProgress(report, lambda: engine.staging)
 
         def generate(prompts: list[list[int]]) -> Sequence[Generation | SetAside]:

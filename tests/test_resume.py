@@ -94,7 +94,10 @@ def test_a_training_stops_with_a_launcher_that_passes_no_signal_on(base: TrainCo
     command = [*LAUNCH, "--cpu", "--num_processes", "1", "train.py", "--config", str(path)]
     with (tmp_path / "log").open("w") as log:
         launcher = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
-    wait_for(lambda: (tmp_path / "run" / "metrics.jsonl").exists())
+    # The line of a step, not of the validation before: until then a stop has nothing to save.
+    wait_for(
+        lambda: (metrics := tmp_path / "run" / "metrics.jsonl").exists() and '"learning_rate"' in metrics.read_text()
+    )
     launcher.terminate()
     launcher.wait()
     wait_for(lambda: "stopped (SIGTERM): saved" in (tmp_path / "log").read_text())

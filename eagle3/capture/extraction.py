@@ -114,11 +114,14 @@ def run_extraction(config: ExtractConfig) -> ExtractionReport:
                 pipeline.run(selection.rows, quarantined_ids)
             except KeyboardInterrupt:
                 writer.flush()
-                log = writer.side_path / ANSWERS_NAME
+                log_path, num_answers = writer.side_path / ANSWERS_NAME, 0
+                if log_path.exists():
+                    with log_path.open("rb") as log:
+                        num_answers = sum(1 for _ in log)  # line by line: it may be larger than the memory
                 logger.info(
                     "stopped: %d samples and %d answers are in %s; the same command goes on from there",
                     len(writer.stored_ids),
-                    log.read_bytes().count(b"\n") if log.exists() else 0,
+                    num_answers,
                     store_path,
                 )
                 raise

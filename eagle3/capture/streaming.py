@@ -58,7 +58,7 @@ def streamed_samples(config: ExtractConfig, path: str) -> Iterator[SampleStream]
         if config.regenerate.enabled:
             tokens = answered_tokens(config, conversations, manifest, path)
         else:
-            tokens = [tokens_of(each.id, render_row(renderer, each)) for each in conversations]
+            tokens = [token_sample(each.id, render_row(renderer, each)) for each in conversations]
         if os.environ.get("RANK", "0") == "0":
             first = [each.input_ids.tolist() for each in tokens[:GATE_SAMPLES]]
             report = check_parity(engine, config.target, first, None)
@@ -81,7 +81,7 @@ def check_stream_settings(config: ExtractConfig, path: str) -> None:
         raise UserError(f"some settings of {path} cannot be trained from:\n" + "\n".join(problems) + "\nchange them")
 
 
-def tokens_of(sample_id: str, known: Rendered | Answered) -> TokenSample:
+def token_sample(sample_id: str, known: Rendered | Answered) -> TokenSample:
     """Returns a sample without states."""
     return TokenSample(sample_id, torch.tensor(known.input_ids, dtype=torch.int32), torch.tensor(known.loss_mask))
 
@@ -111,7 +111,7 @@ def answered_tokens(
         results = [(each.id, log.read(each)) for each in conversations]
     finally:
         log.close()
-    tokens = [tokens_of(sample_id, result) for sample_id, result in results if isinstance(result, Answered)]
+    tokens = [token_sample(sample_id, result) for sample_id, result in results if isinstance(result, Answered)]
     if not tokens:
         raise UserError(
             f"at least one conversation must have an answer, got none of {len(conversations)} "

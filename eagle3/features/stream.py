@@ -87,7 +87,7 @@ class SampleStream(Samples):
         """Keeps what makes the `target_logz` that the target's side does not: (S, D) states -> (S,) fp32."""
         self._normalise = normalise
 
-    def normalisers(self, last_hidden_states: Tensor) -> Tensor:  # (S, D) -> (S,) fp32
+    def make_normalisers(self, last_hidden_states: Tensor) -> Tensor:  # (S, D) -> (S,) fp32
         """Returns the `target_logz` of last states that came without."""
         assert self._normalise is not None, self.path
         return self._normalise(last_hidden_states)

@@ -100,7 +100,7 @@ class StreamReader:
             ]
         )
         if packed.target_logz is None:
-            packed = replace(packed, target_logz=self._stream.normalisers(packed.last_hidden_states))
+            packed = replace(packed, target_logz=self._stream.make_normalisers(packed.last_hidden_states))
         packed = replace(packed, embeds=embedded(self._embed_tokens, packed.input_ids))
         coded = CodedPack.of(packed, is_blank=is_blank)
         return coded.pinned() if self._pin else coded

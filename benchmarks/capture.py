@@ -37,7 +37,8 @@ from eagle3.config import ServerConfig
 from eagle3.features.codec import Codec, CodecName, state_bytes
 
 BOOTSTRAP = 10_000
-WARM_UP_ROUNDS = 2  # of each server: Triton compiles, clocks rise
+MIN_PAIRS = 7
+WARM_UP_PAIRS = 2  # Triton compiles, clocks rise
 POLL_SECONDS = 0.002
 FLAGS: dict[str, Any] = {
     "load-format": "dummy",  # random weights: speed does not depend on them
@@ -221,8 +222,28 @@ def wait_until_ready(server: Server, config: ServerConfig) -> None:
     server.wait_until(lambda: server.post("/generate", body, 600), config.startup_timeout_seconds)
 
 
-def measure(arguments: argparse.Namespace, model: Path) -> dict[str, Any]:
-    """Runs the pairs and returns the figures."""
+def measure_pairs(
+    plain: Server, recording: Server, staging: Path, load: Load, expected_bytes: int, seconds: float
+) -> list[tuple[float, float]]:
+    """Returns the seconds of rounds without and with recording, in pairs, as many as fit into `seconds`."""
+    pairs: list[tuple[float, float]] = []
+    started = time.perf_counter()
+    turns = [(plain, None), (recording, staging)]
+    while len(pairs) < WARM_UP_PAIRS + MIN_PAIRS or time.perf_counter() - started < seconds:
+        rounds = {}
+        for server, directory in turns:
+            rounds[directory] = run_round(server, load, directory, f"{len(pairs)}")
+        recorded = rounds[staging]
+        assert recorded.num_files == len(load.sequences), (recorded.num_files, len(load.sequences))
+        assert recorded.num_bytes == expected_bytes, (recorded.num_bytes, expected_bytes)
+        pairs.append((rounds[None].seconds, recorded.seconds))
+        print("pair {}: {:.3f} s, recorded {:.3f} s".format(len(pairs), *pairs[-1]), file=sys.stderr)
+        turns.reverse()
+    return pairs[WARM_UP_PAIRS:]
+
+
+def measure(arguments: argparse.Namespace, model: Path) -> None:
+    """Runs the pairs and keeps the figures."""
     shape = json.loads((model / "config.json").read_text())
     num_layers, hidden_size = shape["num_hidden_layers"], shape["hidden_size"]
     layers = [1, num_layers // 2, num_layers - 1]
@@ -243,43 +264,32 @@ def measure(arguments: argparse.Namespace, model: Path) -> dict[str, Any]:
     expected_bytes = load.num_tokens * (len(layers) + 1) * state_bytes(codec or "bf16", hidden_size)
     with both_servers(config, model, layers, codec) as (plain, recording, staging):
         speeds = bus_speeds(staging)
-        pairs = []
-        for i in range(-WARM_UP_ROUNDS, arguments.pairs):
-            runs = {}
-            for kind in ("plain", "recorded") if i % 2 else ("recorded", "plain"):
-                if kind == "plain":
-                    runs[kind] = run_round(plain, load, None, f"{i % 1000}")
-                else:
-                    runs[kind] = run_round(recording, load, staging, f"{i % 1000}")
-            recorded = runs["recorded"]
-            assert recorded.num_files == len(sequences), (recorded.num_files, len(sequences))
-            assert recorded.num_bytes == expected_bytes, (recorded.num_bytes, expected_bytes)
-            if i >= 0:
-                pairs.append((runs["plain"].seconds, recorded.seconds))
-        facts = recording.facts()
-    overheads = [recorded / plain - 1 for plain, recorded in pairs]
-    low, high = interval_of_median(overheads)
-    return {
-        "work": arguments.shape,
-        "codec": arguments.codec,
-        "layers": layers,
-        "hidden_size": hidden_size,
-        "num_requests": len(sequences),
-        "tokens_per_request": arguments.tokens,
-        "tensor_parallel_size": arguments.tp,
-        "num_pairs": len(pairs),
-        "plain_tokens_per_second": load.num_tokens / statistics.median(plain for plain, _ in pairs),
-        "recorded_tokens_per_second": load.num_tokens / statistics.median(recorded for _, recorded in pairs),
-        "overhead": statistics.median(overheads),
-        "overhead_low": low,
-        "overhead_high": high,
-        "pairs_seconds": pairs,
-        "bytes_per_round": expected_bytes,
-        "bytes_per_second": expected_bytes / statistics.median(recorded for _, recorded in pairs),
-        "limits_bytes_per_second": speeds,
-        "engine_version": facts.version,
-        "flags": flags,
-    }
+        pairs = measure_pairs(plain, recording, staging, load, expected_bytes, arguments.seconds)
+        overheads = [recorded / plain - 1 for plain, recorded in pairs]
+        low, high = interval_of_median(overheads)
+        plain_seconds, recorded_seconds = (statistics.median(each) for each in zip(*pairs, strict=True))
+        row = {
+            "work": arguments.shape,
+            "codec": arguments.codec,
+            "layers": layers,
+            "hidden_size": hidden_size,
+            "num_requests": len(sequences),
+            "tokens_per_request": arguments.tokens,
+            "tensor_parallel_size": arguments.tp,
+            "num_pairs": len(pairs),
+            "plain_tokens_per_second": load.num_tokens / plain_seconds,
+            "recorded_tokens_per_second": load.num_tokens / recorded_seconds,
+            "overhead": statistics.median(overheads),
+            "overhead_low": low,
+            "overhead_high": high,
+            "pairs_seconds": pairs,
+            "bytes_per_round": expected_bytes,
+            "bytes_per_second": expected_bytes / recorded_seconds,
+            "limits_bytes_per_second": speeds,
+            "engine_version": recording.facts().version,
+            "flags": flags,
+        }
+        keep(row, arguments.out)  # before the servers stop, which may take half a minute
 
 
 def main() -> None:
@@ -293,7 +303,7 @@ def main() -> None:
     parser.add_argument("--codec", choices=get_args(CodecName), default="exact", help="of the recorded states")
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=512, help="of each request")
-    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--seconds", type=float, default=120, help="of measuring, with seven pairs at least")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--work-dir", type=Path, default=Path("ckpts/benchmark-capture"))
     parser.add_argument("--out", type=Path)
@@ -301,25 +311,30 @@ def main() -> None:
     model = arguments.work_dir / arguments.shape
     model.mkdir(parents=True, exist_ok=True)
     (model / "config.json").write_text(json.dumps(SHAPES[arguments.shape]))
-    row = measure(arguments, model)
-    show(row)
-    if arguments.out is not None:
-        rows = json.loads(arguments.out.read_text())["rows"] if arguments.out.exists() else []
-        key = ("work", "codec", "flags")
-        rows = [each for each in rows if any(each[name] != row[name] for name in key)]
-        report = {
-            "command": shlex.join(["python", *sys.argv]),
-            "date": time.strftime("%Y-%m-%d"),
-            "commit": os.environ.get("COMMIT") or _commit(),
-            "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores",
-            "versions": {"python": platform.python_version(), "sglang": row["engine_version"]},
-            "rows": [*rows, row],
-        }
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    measure(arguments, model)
 
 
 def _commit() -> str:
     return subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+
+
+def keep(row: dict[str, Any], out: Path | None) -> None:
+    """Prints the figures, and puts them into the JSON in the place of older ones of the same work."""
+    show(row)
+    if out is None:
+        return
+    rows = json.loads(out.read_text())["rows"] if out.exists() else []
+    key = ("work", "codec", "flags")
+    rows = [each for each in rows if any(each[name] != row[name] for name in key)]
+    report = {
+        "command": shlex.join(["python", *sys.argv]),
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": os.environ.get("COMMIT") or _commit(),
+        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores",
+        "versions": {"python": platform.python_version(), "sglang": row["engine_version"]},
+        "rows": [*rows, row],
+    }
+    out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def show(row: dict[str, Any]) -> None:

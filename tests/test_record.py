@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from eagle3.features.record import FeatureSample, is_held_out, supervised_rows
+from eagle3.features.record import FeatureSample, all_finite, is_held_out, supervised_rows
 
 
 def sample_with_last_rows(last_rows: list[int]) -> FeatureSample:
@@ -35,6 +35,24 @@ def test_last_at_refuses_a_row_that_was_not_kept(row: int) -> None:
     message = f"must be among the 3 that were kept, got row {row} (sample 'a')"
     with pytest.raises(ValueError, match=re.escape(message)):
         sample_with_last_rows([2, 3, 7]).last_at(torch.tensor([3, row]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_all_finite_finds_one_number_wherever_it_is(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    largest = torch.finfo(dtype).max
+    for shape in ((0, 64), (1, 1), (3, 65), (40, 1000)):  # below, beside and above what is looked at side by side
+        states = torch.randn(shape, generator=generator).to(dtype)
+        if states.numel():
+            states.view(-1)[0], states.view(-1)[-1] = largest, -largest
+        assert all_finite(states)
+        assert all_finite(states.T)
+        for place in {0, states.numel() // 3, states.numel() - 1} if states.numel() else ():
+            for value in (float("nan"), float("inf"), -float("inf")):
+                broken = states.clone()
+                broken.view(-1)[place] = value
+                assert not all_finite(broken), (shape, place, value)
+                assert not all_finite(broken.T), (shape, place, value)
 
 
 def test_held_out_depends_on_the_id_alone_and_takes_about_the_share() -> None:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from eagle3.features.record import FeatureSample
+from eagle3.features.record import FeatureSample, all_finite
 from eagle3.features.stored import StoredSample, coded_states
 
 
@@ -13,9 +13,8 @@ def find_fault(sample: FeatureSample) -> str | None:
         ("aux_hidden_states", sample.aux_hidden_states, torch.arange(sample.input_ids.numel())),
         ("last_hidden_states", sample.last_hidden_states, sample.last_rows),
     ):
-        is_finite = states.isfinite().all(dim=1)  # (T,) or (R,)
-        if not is_finite.all():
-            return _not_finite(name, rows[~is_finite])
+        if not all_finite(states):
+            return _not_finite(name, rows[~states.isfinite().all(dim=1)])
     return None
 
 

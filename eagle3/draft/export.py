@@ -26,6 +26,7 @@ from eagle3.draft.serving_config import (
     to_serving_config,
 )
 from eagle3.draft.target_weights import open_tensors, tensor_files
+from eagle3.features.record import all_finite
 from eagle3.files import sync, system_errors
 
 logger = logging.getLogger(__name__)
@@ -201,7 +202,7 @@ def _checked_tensors(
             problems.append(f"- misshapen: {name} {tuple(tensor.shape)}, wanted {expected[name]}")
         elif name not in ("d2t", "t2d") and tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             problems.append(f"- quantised: {name} in {tensor.dtype}, wanted float32, bfloat16 or float16")
-        elif not bool(tensor.isfinite().all()):
+        elif not all_finite(tensor):
             problems.append(f"- not finite: {name}, wanted numbers alone")
     if not problems:
         tensors, problems = _with_checked_maps(tensors, config)

@@ -47,6 +47,13 @@ def supervised_rows(loss_mask: Tensor) -> Tensor:
     return loss_mask[1:].nonzero().flatten().to(torch.int32)
 
 
+def all_finite(tensor: Tensor) -> bool:
+    """Tells whether no number is NaN or infinite; from the least and the largest one, which makes no copy."""
+    if not tensor.numel():
+        return True
+    return all(bool(extreme.isfinite()) for extreme in torch.aminmax(tensor))  # a NaN is both
+
+
 def is_held_out(sample_id: str, share: float) -> bool:
     """Tells whether a sample is kept out of training; depends on the id alone, so a growing store never moves one.
 

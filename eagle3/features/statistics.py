@@ -13,6 +13,7 @@ from torch import Tensor
 
 from eagle3.features.codec import LARGEST_CODE, Codec, CodecName, codec_named, decode, encode, state_bytes
 from eagle3.features.manifest import CODED_BEFORE
+from eagle3.features.record import all_finite
 from eagle3.features.store import FeatureStore
 
 TYPICAL = 0.6745  # median absolute value of a standard normal
@@ -87,7 +88,7 @@ def errors_of_codecs(store: FeatureStore, num_samples: int, advance: Callable[[i
     num_rows = 0
     for index in range(min(num_samples, len(store))):
         sample = store[index]
-        if not all(bool(part.isfinite().all()) for part in (sample.aux_hidden_states, sample.last_hidden_states)):
+        if not all(map(all_finite, (sample.aux_hidden_states, sample.last_hidden_states))):
             raise FloatingPointError(
                 f"states must be finite to be measured, got others (sample {sample.sample_id!r}); capture it again, or "
                 f"drop it"

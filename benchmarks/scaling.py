@@ -9,6 +9,7 @@ in a step. One GPU is measured on as many GPUs at the same time as there are sha
 
 import argparse
 import dataclasses
+import importlib.metadata
 import json
 import os
 import platform
@@ -134,10 +135,14 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "command": "python " + " ".join(sys.argv),
         "date": time.strftime("%Y-%m-%d"),
-        "commit": commit or arguments.commit,
+        "commit": arguments.commit or commit,
         "hardware": torch.cuda.get_device_name(0) if torch.cuda.is_available() else platform.processor(),
         "num_cpus": os.cpu_count(),
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "versions": {
+            "torch": torch.__version__,
+            "deepspeed": importlib.metadata.version("deepspeed"),
+            "python": platform.python_version(),
+        },
         "sample_tokens": arguments.tokens,
         "store_write_gb_per_second": write_speeds,
         "rows": rows,
@@ -194,7 +199,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192, help="of a sample")
     parser.add_argument("--steps", type=int, default=4, help="timed optimizer steps")
     parser.add_argument("--samples", type=int, default=16, help="of each store: 8 for each GPU last a cold run")
-    parser.add_argument("--commit", default="", help="where there is no git")
+    parser.add_argument("--commit", default="", help="in the place of what git says")
     parser.add_argument("--out", type=Path, help="also write the figures as JSON")
     arguments = parser.parse_args()
     report = run(arguments)

@@ -80,11 +80,22 @@ def codec_lines(result: dict[str, Any]) -> list[str]:
 def capture_lines(result: dict[str, Any]) -> list[str]:
     """Returns the lines of docs/EXPERIMENTS.md that say what recording costs a server."""
     return [
-        f"| {row['work']} | a process beside it | {result['commit'][:7]} | {row['num_requests']}, {row['num_pairs']} "
+        f"| {row['work']}{', chunks' * ('chunked-prefill-size' in row['flags'])} | four threads of it "
+        f"| {result['commit'][:7]} | {row['num_requests']:,}, {row['num_pairs']} "
         f"| {row['plain_tokens_per_second']:,.0f} | {row['recorded_tokens_per_second']:,.0f} "
         f"| {100 * row['overhead']:.1f} %, {100 * row['overhead_low']:.1f} to {100 * row['overhead_high']:.1f} |"
         for row in result["rows"]
     ]
+
+
+def staged_lines(result: dict[str, Any]) -> list[str]:
+    """Returns the lines of docs/EXPERIMENTS.md that hold the speed of an extraction's own thread."""
+    rows = {
+        **result["gb_per_second"],
+        "all": result["all_gb_per_second"],
+        "all, number by number": result["number_by_number_gb_per_second"],
+    }
+    return [f"| {name} | {speed:.2f} |" for name, speed in rows.items()]
 
 
 def state_lines(result: dict[str, Any]) -> list[str]:
@@ -129,6 +140,7 @@ def store_lines(result: dict[str, Any]) -> list[str]:
         ("benchmarks/results/codecs.json", codec_lines),
         ("benchmarks/results/store.json", store_lines),
         (CAPTURE, capture_lines),
+        ("benchmarks/results/staged.json", staged_lines),
         ("benchmarks/results/capture_states.json", state_lines),
     ],
 )
@@ -209,7 +221,25 @@ def test_scaling_is_what_the_json_says() -> None:
             f"a save of {saved['num_bytes'] / 1e9:.1f} GB held the steps up for {saved['stall_seconds']:.2f} s "
             f"and was written in {saved['written_seconds']:.1f} s; "
             f"the five steps beside it took {min(beside):.2f} to {max(beside):.2f} s",
-            "Peaks were {:.1f} GiB where {:.1f} were estimated (D 4096, 1 GPU), {:.1f} and {:.1f} (D 7168, 1 GPU), "
+            "peaks were {:.1f} GiB where {:.1f} were estimated (D 4096, 1 GPU), {:.1f} and {:.1f} (D 7168, 1 GPU), "
             "{:.1f} and {:.1f} (D 4096, 2 GPUs), all ZeRO-1".format(*(number for pair in peaks for number in pair)),
         ],
     )
+
+
+def test_memory_of_cases_that_are_alone_is_what_the_json_says() -> None:
+    text = training()
+    result = result_named_in(text, "benchmarks/results/scaling_memory.json")
+    rows = {(row["shape"], row["zero"], row["cold"], row["deterministic"]): row for row in result["rows"]}
+    cases = [rows["d7168", 1, False, False], rows["d7168", 2, False, False], rows["d7168-full", 2, False, False]]
+    numbers = [number / 2**30 for row in cases for number in (max(row["peak_bytes"]), row["estimated_bytes"])]
+    assert_holds(
+        " ".join(text.split()),
+        [
+            "{:.1f} GiB where {:.1f} were estimated (D 7168, 2 GPUs, ZeRO-1), {:.1f} where {:.1f} were (ZeRO-2), and "
+            "{:.1f} where {:.1f} were for the head of 1.93 B parameters".format(*numbers)
+        ],
+    )
+    for row in result["rows"]:
+        assert max(row["begin_bytes"]) < 0.01 * max(row["peak_bytes"])  # nothing of the cases before
+        assert abs(row["estimated_bytes"] / max(row["peak_bytes"]) - 1) < 0.1

@@ -142,3 +142,20 @@ def test_what_vllm_accepted_is_what_the_json_says() -> None:
     served_four, served_one, decoded, without = (row["rounds"] for row in result["rows"])
     assert served_four == served_one == decoded < without
     assert all(row["rounds_vllm"] == row["rounds_decoder"] for row in result["other_drafters"])
+
+
+def test_what_recording_costs_is_what_the_json_says() -> None:
+    text = readme()
+    result = result_named_in(text, "benchmarks/results/capture.json")
+    names = {"deepseek-v3": "DeepSeek-V3's shape, 16 layers", "smollm2": "SmolLM2-135M's shape"}
+    rows = [row for row in result["rows"] if "chunked-prefill-size" not in row["flags"]]
+    assert len(rows) == 2
+    assert_holds(
+        text,
+        [
+            f"| {names[row['work']]} | {row['bytes_per_round'] // (row['num_requests'] * row['tokens_per_request']):,} "
+            f"| {row['plain_tokens_per_second']:,.0f} | {row['recorded_tokens_per_second']:,.0f} "
+            f"| {100 * row['overhead']:.1f} % | {100 * row['overhead_low']:.1f} to {100 * row['overhead_high']:.1f} |"
+            for row in rows
+        ],
+    )

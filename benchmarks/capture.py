@@ -5,7 +5,7 @@
 Both servers have the same flags and hold the same model; a round sends the same requests to one of them and ends when
 the last answer is there and, where states are recorded, when the last file is whole. Which server goes first changes
 with each pair, so that neither has the warmer machine. A small target is prefilled as fast as one thread of Python
-starts its kernels, whose speed changes by half for seconds at a time on a machine that others use too: rounds of several
+starts its kernels, whose speed changes by half for seconds at a time on a machine that others use too: rounds of some
 seconds (--requests 2048) average that, and say more in the same time than more pairs of short ones.
 """
 

@@ -4,26 +4,15 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from eagle3.cli import loading, run_command
+from eagle3.cli import run_command
 from eagle3.config import UserError
 
-# The module of each, which is imported when it is called; its `main` takes the arguments and returns the exit code.
-SUBCOMMANDS = {
-    "compare": "eagle3.evaluation.compare",
-    "doctor": "eagle3.evaluation.doctor.command",
-    "export": "eagle3.training.exporting",
-    "features": "eagle3.features.commands",
-    "plan": "eagle3.capture.planning",
-    "questions": "eagle3.evaluation.question_sets",
-    "simulate": "eagle3.evaluation.simulation",
-    "sweep": "eagle3.training.sweep",
-    "prompts": "eagle3.evaluation.prompt_report",
-}
-
+# Each is a module of eagle3.commands; its `main` takes the arguments and returns the exit code.
+SUBCOMMANDS = ("compare", "doctor", "export", "features", "plan", "prompts", "questions", "simulate", "sweep")
 
 _USAGE = f"""usage: python -m eagle3 SUBCOMMAND [ARGUMENTS]
 
-SUBCOMMAND is one of {", ".join(sorted(SUBCOMMANDS))}; each says with --help what it takes.
+SUBCOMMAND is one of {", ".join(SUBCOMMANDS)}; each says with --help what it takes.
 extract.py, train.py and evaluate.py are commands of their own."""
 
 
@@ -43,10 +32,8 @@ def run_subcommand(argv: Sequence[str]) -> None:
         print(f"{__doc__}\n\n{_USAGE}")
         return
     if name not in SUBCOMMANDS:
-        raise UserError(f"a subcommand must be one of {', '.join(sorted(SUBCOMMANDS))}, got {name}")
-    with loading():
-        subcommand = import_module(SUBCOMMANDS[name])
-    sys.exit(subcommand.main(argv[1:]))
+        raise UserError(f"a subcommand must be one of {', '.join(SUBCOMMANDS)}, got {name}")
+    sys.exit(import_module(f"eagle3.commands.{name}").main(argv[1:]))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def test_an_interrupt_ends_with_a_word(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().err == "interrupted\n"
 
 
-@pytest.mark.parametrize("command", [["train.py"], ["extract.py"], ["evaluate.py"], ["-m", "eagle3", "compare"]])
+@pytest.mark.parametrize("command", [["train.py"], ["extract.py"], ["evaluate.py"], ["-m", "eagle3", "compare", "x"]])
 def test_an_interrupt_while_torch_is_imported_ends_with_the_same_word(tmp_path: Path, command: list[str]) -> None:
     """A module in its place says when it is imported, and takes an exception for its own."""
     (tmp_path / "torch.py").write_text(

@@ -13,10 +13,10 @@ from test_packs import bf16_samples, write_samples
 from tiny_stores import MANIFEST, contents
 
 from eagle3.__main__ import main as dispatch
+from eagle3.commands.features import main
 from eagle3.config import UserError
 from eagle3.features import progress
 from eagle3.features.codec import decode, encode
-from eagle3.features.commands import main
 from eagle3.features.manifest import Manifest
 from eagle3.features.record import FeatureSample
 from eagle3.features.store import FeatureStore

@@ -11,9 +11,10 @@ from unittest import mock
 import pytest
 from tiny_experiment import run_experiment, run_of
 
+from eagle3.commands.compare import main
 from eagle3.config import UserError
 from eagle3.draft.questions import Question
-from eagle3.evaluation import compare
+from eagle3.evaluation.compare import read
 from eagle3.evaluation.comparison import ASSUMED_SPREAD, seed_spread
 from eagle3.evaluation.comparison import compare as compare_contenders
 from eagle3.evaluation.page import draw
@@ -26,7 +27,7 @@ def base(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert compare.main(arguments) == 0
+    assert main(arguments) == 0
     return capsys.readouterr().out
 
 
@@ -100,7 +101,7 @@ def test_without_matplotlib_the_remedy_is_named(base: Path, tmp_path: Path) -> N
             UserError, match=r"must have matplotlib for its picture, got none .*pip install matplotlib, or leave"
         ),
     ):
-        compare.main([str(base / "long"), str(base / "short"), "--out", str(tmp_path)])
+        main([str(base / "long"), str(base / "short"), "--out", str(tmp_path)])
 
 
 def test_every_headline_can_be_derived_again(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,7 +129,7 @@ def test_a_figure_that_does_not_follow_from_its_counters_is_found(
     lines = [json.loads(line) for line in (run / "train" / "questions.jsonl").read_text().splitlines()]
     lines[0]["rounds"] = 1.0  # more tokens than a round can have emitted
     (run / "train" / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert compare.main(["--verify", str(run)]) == 1
+    assert main(["--verify", str(run)]) == 1
     shown = capsys.readouterr().out
     assert "NOT tau trained: reported" in shown
     assert "NOT held-out tau: reported" in shown
@@ -150,7 +151,7 @@ def test_counters_by_position_and_loops_are_derived_again_too(
     lines = [json.loads(line) for line in (run / "train" / "questions.jsonl").read_text().splitlines()]
     lines[0]["accepted"][0] = lines[0]["reached"][0] + 1.0
     (run / "train" / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert compare.main(["--verify", str(run)]) == 1
+    assert main(["--verify", str(run)]) == 1
     shown = capsys.readouterr().out
     for what in (
         "trained without loops, tau: reported",
@@ -167,11 +168,11 @@ def test_a_run_without_counters_does_not_hold(base: Path, tmp_path: Path, capsys
     run = tampered(base, tmp_path)
     (run / "train" / "questions.jsonl").unlink()
     (run / "evaluation" / "questions.jsonl").unlink()
-    assert compare.main(["--verify", str(run)]) == 1
+    assert main(["--verify", str(run)]) == 1
     shown = capsys.readouterr().out
     assert "NOT a validation and its questions.jsonl" in shown
     assert "NOT result.json and questions.jsonl" in shown
-    assert compare.main([str(run), str(base / "short")]) == 0
+    assert main([str(run), str(base / "short")]) == 0
     assert "cannot be tested against train" in capsys.readouterr().out
 
 
@@ -181,7 +182,7 @@ def test_a_damaged_metric_line_is_named(base: Path, tmp_path: Path, line: str) -
     path = run / "metrics.jsonl"
     path.write_text(line + "\n" + path.read_text())
     with pytest.raises(UserError, match=r"every line of metrics\.jsonl must be a JSON object with a step .* line 1\)"):
-        compare.read(str(run))
+        read(str(run))
 
 
 def test_a_line_that_a_kill_cut_short_is_left_out(base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -189,7 +190,7 @@ def test_a_line_that_a_kill_cut_short_is_left_out(base: Path, tmp_path: Path, ca
     lines = run_of(base, "long", "train").lines
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 99, "lo')
-    assert compare.read(str(run))[0].lines == lines
+    assert read(str(run))[0].lines == lines
     assert "the last line of" in caplog.text
 
 
@@ -198,7 +199,7 @@ def test_a_damaged_result_is_named(base: Path, tmp_path: Path, text: str) -> Non
     run = tampered(base, tmp_path) / "evaluation"
     (run / "result.json").write_text(text)
     with pytest.raises(UserError, match=r"result\.json must be the JSON object that an evaluation wrote, got"):
-        compare.read(str(run))
+        read(str(run))
 
 
 def test_a_run_that_does_not_say_what_is_needed_is_refused(base: Path, tmp_path: Path) -> None:
@@ -207,13 +208,13 @@ def test_a_run_that_does_not_say_what_is_needed_is_refused(base: Path, tmp_path:
     del record["sessions"][-1]["store"], record["sessions"][-1]["config"]
     (run / "run.json").write_text(json.dumps(record))
     with pytest.raises(UserError, match=r"a run to compare must say its git, .* another kind of config, store \("):
-        compare.read(str(run))
+        read(str(run))
     record["sessions"][-1]["run"]["job_type"] = "cook"
     (run / "run.json").write_text(json.dumps(record))
     with pytest.raises(UserError, match=r"a run's job type must be one of extract, train, evaluate, got 'cook'"):
-        compare.read(str(run))
+        read(str(run))
     with pytest.raises(UserError, match=r"a run to compare must be a training or an evaluation, got an extraction"):
-        compare.main(["--verify", str(base / "features")])
+        main(["--verify", str(base / "features")])
 
 
 def test_what_was_not_logged_costs_nothing_known(base: Path, tmp_path: Path) -> None:
@@ -230,16 +231,16 @@ def test_what_was_not_logged_costs_nothing_known(base: Path, tmp_path: Path) -> 
 
 def test_names_that_mean_no_run_are_refused(base: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"a run to compare must be a directory, a \.wandb file, .* got 'nothing'"):
-        compare.read("nothing")
+        read("nothing")
     with pytest.raises(UserError, match=r"a run to compare must be a directory with a run\.json, got none in it or"):
-        compare.read(str(tmp_path))
+        read(str(tmp_path))
     (tmp_path / "run.json").write_text('{"sessions": []}')
     with pytest.raises(UserError, match=r"run\.json must hold a session, got none"):
-        compare.read(str(tmp_path))
+        read(str(tmp_path))
     with pytest.raises(UserError, match=r"a comparison must have two runs or more, got 1 \(train\)"):
-        compare.main([str(base / "long")])
+        main([str(base / "long")])
     with pytest.raises(UserError, match=r"--seed-spread must be from 0 to below 1, got 2\.0; 0\.01 is one percent"):
-        compare.main([str(base / "long"), str(base / "short"), "--seed-spread", "2"])
+        main([str(base / "long"), str(base / "short"), "--seed-spread", "2"])
 
 
 def seeded(run: Run, seed: int, num_rounds_more: float) -> Contender:

@@ -17,8 +17,9 @@ from tiny_drafters import write_fitted_drafter
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from eagle3.commands.doctor import main
 from eagle3.config import UserError
-from eagle3.evaluation.doctor.command import SETTINGS, Examination, examine, main, show
+from eagle3.evaluation.doctor.examination import SETTINGS, Examination, examine, show
 from eagle3.evaluation.doctor.tensors import singular_ratio
 from eagle3.evaluation.target import LocalTarget
 from eagle3.prompts.rendering import ChatRenderer

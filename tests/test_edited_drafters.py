@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from eagle3.config import UserError
 from eagle3.draft.export import export_drafter, load_drafter
 from eagle3.draft.target_weights import load_target_config
-from eagle3.evaluation.doctor.command import Examination, examine
+from eagle3.evaluation.doctor.examination import Examination, examine
 from eagle3.evaluation.target import LocalTarget
 
 REMOVED = object()

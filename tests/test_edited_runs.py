@@ -9,11 +9,11 @@ from unittest import mock
 
 import pytest
 
+from eagle3.commands.compare import main
 from eagle3.config import UserError
 from eagle3.draft import acceptance
 from eagle3.draft.acceptance import AnswerRounds
 from eagle3.draft.questions import Question, write_questions
-from eagle3.evaluation import compare
 from eagle3.evaluation.report import measure
 from eagle3.evaluation.runs import read_run
 
@@ -95,14 +95,14 @@ def test_no_edit_makes_a_traceback(runs: tuple[Path, Path], name: str, capsys: p
                 for arguments in (["--verify", str(path.parent)], [str(train), str(evaluation)]):
                     num_tried += 1
                     try:
-                        compare.main(arguments)
+                        main(arguments)
                     except UserError:
                         num_refused += 1
                     except Exception as error:
                         raise AssertionError(f"{name} with {value!r} at {place}: {arguments[0]}") from error
         capsys.readouterr()
         path.write_text(json.dumps(document) + "\n")
-        assert compare.main([str(train), str(evaluation)]) == 0
+        assert main([str(train), str(evaluation)]) == 0
     assert 0 < num_refused < num_tried
 
 
@@ -128,7 +128,7 @@ def test_an_interval_that_is_not_there_is_unknown(
     line = json.loads((train / "metrics.jsonl").read_text())
     del line["held_out/tau_low"]
     (train / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    compare.main([str(train), str(evaluation)])
+    main([str(train), str(evaluation)])
     assert "2.250 (unknown)" in capsys.readouterr().out
 
 

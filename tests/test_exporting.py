@@ -10,10 +10,11 @@ from conftest import write_tiny_target
 from safetensors.torch import load_file
 from training_runs import STEPS, six_steps, state_of, with_run
 
+from eagle3.commands.export import main
 from eagle3.config import TrainConfig, UserError
 from eagle3.draft.export import FILE_NAMES
 from eagle3.training.checkpoints import newest_checkpoint
-from eagle3.training.exporting import export_checkpoint, main
+from eagle3.training.exporting import export_checkpoint
 from eagle3.training.trainer import train
 
 

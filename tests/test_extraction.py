@@ -15,7 +15,7 @@ from eagle3.capture import pipeline, running_engine
 from eagle3.capture.extraction import run_extraction
 from eagle3.capture.inprocess import TransformersEngine
 from eagle3.capture.parity import ParityError
-from eagle3.capture.planning import main as plan
+from eagle3.commands.plan import main as plan
 from eagle3.config import PromptsConfig, RegenerateConfig, ServerConfig, UserError, config_to_dict
 from eagle3.features.record import supervised_rows
 from eagle3.features.store import FeatureStore

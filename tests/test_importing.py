@@ -15,8 +15,8 @@ from eagle3.capture import importing
 from eagle3.capture.foreign import find_files, read_foreign
 from eagle3.capture.inprocess import TransformersEngine
 from eagle3.capture.parity import ParityError
+from eagle3.commands.features import main
 from eagle3.config import TargetConfig, UserError
-from eagle3.features.commands import main
 from eagle3.features.store import FeatureStore
 from eagle3.prompts.tokenizers import load_tokenizer
 

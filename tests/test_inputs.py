@@ -13,10 +13,10 @@ import torch
 from conftest import random_sample, write_tiny_target
 from tiny_training import tiny_config, write_target_and_store
 
+from eagle3.commands.features import main as features
 from eagle3.config import TrainConfig, UserError
 from eagle3.draft.draft_vocab import DraftVocab, tau_ceiling
 from eagle3.draft.target_weights import load_target_weights
-from eagle3.features.commands import main as features
 from eagle3.features.store import FeatureStore
 from eagle3.features.writer import FeatureWriter
 from eagle3.training.inputs import device_weights, largest_micro_batch, load_inputs

@@ -20,6 +20,7 @@ ALLOWED = {
     "board": set(),
     "tracking": {"board"},
     "plan": {"features"},
+    "commands": {"prompts", "capture", "training", "evaluation", "features"},
     "prompts": set(),
     "capture": {"prompts", "features", "plan", "board", "tracking"},
     "features": set(),
@@ -33,7 +34,6 @@ ALLOWED_MODULES = {
     "capture.importing": {"draft.target_weights"},
     "capture.inprocess": {"draft.whole_target"},
     "evaluation.simulate": {"training.packs", "training.prefetch"},
-    "features.commands": {"capture.importing"},
     "features.making": {"capture.foreign", "capture.importing"},
     "training.inputs": {"prompts.tokenizers"},
 }

@@ -10,8 +10,8 @@ import torch
 from test_packs import bf16_samples, write_samples
 from tiny_stores import assert_same, contents
 
+from eagle3.commands.features import main
 from eagle3.config import UserError
-from eagle3.features.commands import main
 from eagle3.features.location import Location, Piece
 from eagle3.features.store import FeatureStore
 from eagle3.features.view import as_dataset, as_table

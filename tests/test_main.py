@@ -1,13 +1,44 @@
-"""`python -m eagle3 SUBCOMMAND` finds its subcommand."""
+"""`python -m eagle3 SUBCOMMAND` finds its subcommand, and says what it takes before anything heavy is imported."""
 
+import subprocess
 import sys
-from importlib import import_module
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
+from conftest import REPOSITORY
 
 from eagle3 import __main__ as entry
+from eagle3.capture.importing import Last, LossMask
+from eagle3.commands import features
 from eagle3.config import UserError
+
+SCRIPTS = ("extract.py", "train.py", "evaluate.py")
+SUBCOMMANDS = [["eagle3/__main__.py", name] for name in entry.SUBCOMMANDS]
+WITH_SETTINGS = [
+    *([script] for script in SCRIPTS),
+    ["eagle3/__main__.py", "plan"],
+    ["eagle3/__main__.py", "prompts", "rows.jsonl"],
+]
+
+# Runs a command as Python does, and says last what it has imported.
+PROBE = """
+import atexit, runpy, sys
+sys.argv = sys.argv[1:]
+sys.path.insert(0, "")
+atexit.register(lambda: print("imported:", *sorted({"torch", "transformers", "deepspeed"} & set(sys.modules))))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    """Returns exit code, what a command printed before its end, and its errors; nothing heavy may be imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    said, _, imported = done.stdout.rpartition("imported:")
+    assert imported == "\n", f"{arguments} imported{imported}{done.stderr}"
+    return done.returncode, said, done.stderr
 
 
 def test_an_unknown_subcommand_names_the_known_ones() -> None:
@@ -17,17 +48,36 @@ def test_an_unknown_subcommand_names_the_known_ones() -> None:
         entry.run_subcommand([])
 
 
-@pytest.mark.parametrize("module", entry.SUBCOMMANDS.values())
-def test_every_subcommand_is_there_and_says_what_it_takes(module: str) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        import_module(module).main(["--help"])
+@pytest.mark.parametrize("command", [*([script] for script in SCRIPTS), ["eagle3/__main__.py"], *SUBCOMMANDS])
+def test_every_command_says_what_it_takes_without_torch(command: list[str]) -> None:
+    code, said, _ = run(*command, "--help")
+    assert code == 0
+    assert said.startswith(("usage: ", "`python -m eagle3 SUBCOMMAND`"))
+
+
+@pytest.mark.parametrize("command", [*([script] for script in SCRIPTS), *SUBCOMMANDS])
+def test_an_option_that_does_not_exist_is_refused_without_torch(command: list[str]) -> None:
+    code, _, errors = run(*command, "--nonsense")
+    assert code == 2
+    assert "error: " in errors
+
+
+@pytest.mark.parametrize("command", WITH_SETTINGS)
+def test_a_setting_that_does_not_exist_is_refused_without_torch(command: list[str]) -> None:
+    code, _, errors = run(*command, "target.pth=x")
+    assert code == 2
+    assert "target.pth is not a setting; did you mean target.path?" in errors
+
+
+def test_what_features_lets_people_choose_is_what_an_import_takes() -> None:
+    assert get_args(Last) == features.LAST
+    assert get_args(LossMask) == features.LOSS_MASK
 
 
 def test_a_subcommands_answer_is_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "count", SimpleNamespace(main=len))
-    monkeypatch.setitem(entry.SUBCOMMANDS, "count", "count")
+    monkeypatch.setitem(sys.modules, "eagle3.commands.export", SimpleNamespace(main=len))
     with pytest.raises(SystemExit) as exit_info:
-        entry.run_subcommand(["count", "a", "b"])
+        entry.run_subcommand(["export", "a", "b"])
     assert exit_info.value.code == 2
 
 

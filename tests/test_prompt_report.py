@@ -8,8 +8,9 @@ import pytest
 from rich.console import Console
 
 from eagle3.capture.selection import select_rows
+from eagle3.commands.prompts import main
 from eagle3.config import InspectConfig, PromptsConfig, RegenerateConfig, TargetConfig, UserError
-from eagle3.evaluation import prompt_report
+from eagle3.evaluation.prompt_report import TokenCounts, look_through
 from eagle3.evaluation.shown_rows import show_row, shown_row
 from eagle3.prompts.conversations import Conversation
 from eagle3.prompts.rendering import ChatRenderer
@@ -39,7 +40,7 @@ def test_a_good_file_is_counted_and_shown(
     rows = [talk(f"Question {i}?", "The answer.", category="chat" if i % 2 else "code") for i in range(40)]
     path = write(tmp_path / "rows.jsonl", *rows)
     arguments = [path, "--target", str(tiny_target), "--show", "2", "draft.draft_vocab_size=48"]
-    assert prompt_report.main(arguments) == 0
+    assert main(arguments) == 0
     said = capsys.readouterr().out
     tokenizer = load_tokenizer(str(tiny_target), False)
     rendered = [ChatRenderer(tokenizer, {}).render(row["messages"]) for row in rows]
@@ -72,7 +73,7 @@ def test_dropped_rows_are_counted_by_kind_and_go_to_a_side_file(
 ) -> None:
     rows = [talk("One?", "1."), {"foo": 1}, talk("Two?", "2. " * 50), talk("One?", "1."), talk("End?", "a<|im_end|>b")]
     path = write(tmp_path / "rows.jsonl", *rows)
-    assert prompt_report.main([path, "--target", str(tiny_target), "prompts.max_tokens=60"]) == 1
+    assert main([path, "--target", str(tiny_target), "prompts.max_tokens=60"]) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "5 rows, 1 usable, 4 dropped" in said
     lines = [json.loads(line) for line in Path("ckpts/rows.jsonl.rejected.jsonl").read_text().splitlines()]
@@ -83,7 +84,7 @@ def test_dropped_rows_are_counted_by_kind_and_go_to_a_side_file(
     for kind in ("malformed", "too long", "id again", "not rendered"):
         assert f" {kind}: 1 rows line " in said
     elsewhere = tmp_path / "there" / "bad.jsonl"
-    assert prompt_report.main([path, "--rejected", str(elsewhere)]) == 1
+    assert main([path, "--rejected", str(elsewhere)]) == 1
     assert len(elsewhere.read_text().splitlines()) == 2  # without a target nothing is rendered
 
 
@@ -91,20 +92,20 @@ def test_rows_that_are_split_are_counted(tmp_path: Path, tiny_target: Path, caps
     long = {"messages": talk("One?", "1.")["messages"] * 6}
     path = write(tmp_path / "rows.jsonl", long)
     settings = ["prompts.max_tokens=100", "prompts.too_long=split"]
-    assert prompt_report.main([path, "--target", str(tiny_target), *settings]) == 0
+    assert main([path, "--target", str(tiny_target), *settings]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "1 rows, 1 usable" in said
     assert "samples of at most 100 tokens; 1 rows shortened (prompts.too_long=split), which leaves out 0 sup" in said
     assert " 1 samples" not in said
     long["messages"][2] = {"role": "user", "content": "One? " * 30}  # an exchange that fits no sample
-    assert prompt_report.main([write(tmp_path / "rows.jsonl", long), "--target", str(tiny_target), *settings]) == 0
+    assert main([write(tmp_path / "rows.jsonl", long), "--target", str(tiny_target), *settings]) == 0
     answer = len(load_tokenizer(str(tiny_target), False)("1.<|im_end|>", add_special_tokens=False)["input_ids"])
     said = " ".join(capsys.readouterr().out.split())
     assert f"1 rows shortened (prompts.too_long=split), which leaves out {answer} supervised tokens" in said
 
 
 def test_without_a_target_lengths_are_in_characters(capsys: pytest.CaptureFixture[str]) -> None:
-    assert prompt_report.main([str(TORTURE), "--show", "1", "prompts.max_row_bytes=16384"]) == 1
+    assert main([str(TORTURE), "--show", "1", "prompts.max_row_bytes=16384"]) == 1
     said = capsys.readouterr().out
     assert "113 rows, 65 usable, 48 dropped" in said
     assert "characters or fewer" in said
@@ -135,7 +136,7 @@ def test_what_extraction_will_take_is_said_for_answers_to_come_and_for_given_one
     ]
     path = write(tmp_path / "rows.jsonl", *rows)
     arguments = [path, "--target", str(tiny_target), "prompts.max_tokens=100", "--show", "9"]
-    assert prompt_report.main(arguments) == 1
+    assert main(arguments) == 1
     said = capsys.readouterr().out
     assert "6 rows, 3 usable, 3 dropped" in said
     config = PromptsConfig(path, max_tokens=100)
@@ -160,7 +161,7 @@ def test_turns_without_answers_need_a_template_that_takes_them_one_by_one_only(
         "{{ raise_exception('roles must alternate') }}{% endif %}{{ m.content }}<|im_end|>{% endfor %}"
     )
     path = write(tmp_path / "rows.jsonl", {"turns": ["First?", "Second?"]})
-    assert prompt_report.main([path, "--target", str(tiny_target), f"prompts.chat_template={template}"]) == 0
+    assert main([path, "--target", str(tiny_target), f"prompts.chat_template={template}"]) == 0
     assert "1 rows, 1 usable, 0 dropped" in capsys.readouterr().out
 
 
@@ -172,7 +173,7 @@ def test_files_of_a_folder_are_listed_with_those_that_are_not_read(
     (folder / "notes.txt").write_text("x")
     write(folder / "a.jsonl", talk("One?", "1."), {})
     write(folder / "b.jsonl", talk("Two?", "2.", id="a"), talk("Three?", "3.", id="a"))
-    assert prompt_report.main([str(folder), "--rejected", str(tmp_path / "side.jsonl")]) == 1
+    assert main([str(folder), "--rejected", str(tmp_path / "side.jsonl")]) == 1
     said = capsys.readouterr().out
     assert f"  {folder}/a.jsonl: 2 rows\n  {folder}/b.jsonl: 2 rows\n" in said
     assert f"  {folder}/notes.txt: in no form that is read, left out\n" in said
@@ -181,19 +182,19 @@ def test_files_of_a_folder_are_listed_with_those_that_are_not_read(
 
 def test_a_side_file_of_an_earlier_look_does_not_stay(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", talk("One?", "1."), {})
-    assert prompt_report.main([path]) == 1
+    assert main([path]) == 1
     assert Path("ckpts/rows.jsonl.rejected.jsonl").exists()
     write(tmp_path / "rows.jsonl", talk("One?", "1."))
-    assert prompt_report.main([path]) == 0
+    assert main([path]) == 0
     assert not Path("ckpts/rows.jsonl.rejected.jsonl").exists()
-    assert prompt_report.main([f"{tmp_path}/*.jsonl"]) == 0
+    assert main([f"{tmp_path}/*.jsonl"]) == 0
 
 
 def test_what_cannot_be_reported_is_refused_at_once(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", talk("One?", "1."))
     wrong = ["--server", "http://x", "--show", "-1", "--rejected", path, "held_out_share=2", "prompts.max_tokens=0"]
     with pytest.raises(UserError) as caught:
-        prompt_report.main([path, *wrong])
+        main([path, *wrong])
     assert str(caught.value).splitlines() == [
         "--server must come with --target DIRECTORY, got none; its rendering is compared with the target's here",
         "--show must be 0 or more, got -1",
@@ -208,10 +209,10 @@ def test_a_training_split_without_rows_or_drafts_is_said(
     tmp_path: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path / "rows.jsonl", talk("One?", "1."))
-    assert prompt_report.main([path, "--target", str(tiny_target), "held_out_share=1"]) == 0
+    assert main([path, "--target", str(tiny_target), "held_out_share=1"]) == 0
     assert "no row is left to train on, 1 are held out (held_out_share=1.0)" in capsys.readouterr().out
     path = write(tmp_path / "rows.jsonl", {"input_ids": [1, 2], "loss_mask": [0, 1]})
-    assert prompt_report.main([path, "--target", str(tiny_target), "draft.draft_vocab_size=48"]) == 0
+    assert main([path, "--target", str(tiny_target), "draft.draft_vocab_size=48"]) == 0
     said = capsys.readouterr().out
     assert "tokens cover 100.00%" in said
     assert "lost to the rest" not in said  # an answer of one token takes no draft
@@ -222,8 +223,8 @@ def test_the_ceiling_of_tau_is_taken_over_answers_and_not_over_rows(tmp_path: Pa
     prompts = PromptsConfig(write(tmp_path / "rows.jsonl", *rows))
     config = InspectConfig(TargetConfig(str(tiny_target)), prompts, held_out_share=0)
     renderer = ChatRenderer(load_tokenizer(str(tiny_target), False), {})
-    counts = prompt_report.TokenCounts()
-    prompt_report.look_through(config, renderer, tmp_path / "side.jsonl", counts)
+    counts = TokenCounts()
+    look_through(config, renderer, tmp_path / "side.jsonl", counts)
     answer = load_tokenizer(str(tiny_target), False)("1.<|im_end|>", add_special_tokens=False)["input_ids"]
     assert [ids.tolist() for ids in counts.answers] == [answer] * 3
 
@@ -234,7 +235,7 @@ def test_calls_thoughts_and_ids_are_shown_without_a_target(tmp_path: Path, capsy
         {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", **called}]},
         {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]},
     ]
-    assert prompt_report.main([write(tmp_path / "rows.jsonl", *rows)]) == 0
+    assert main([write(tmp_path / "rows.jsonl", *rows)]) == 0
     said = capsys.readouterr().out
     assert 'assistant: (Hm.) [{"id": "a", "type": "function", "function": {"name": "f", "arguments": {}}}]' in said
     assert "[1] [2, 3]" in said
@@ -252,5 +253,5 @@ def test_a_template_that_never_renders_twice_the_same_ends_in_counts(
     )
     path = write(tmp_path / "rows.jsonl", *[talk(f"{i}?", "So.", id=i) for i in range(20)])
     settings = ["--show", "20", f"prompts.chat_template={template}"]
-    prompt_report.main([path, "--target", str(tiny_target), *settings])
+    main([path, "--target", str(tiny_target), *settings])
     assert "20 rows, " in capsys.readouterr().out

@@ -11,8 +11,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from eagle3.commands.questions import main
 from eagle3.config import UserError
-from eagle3.evaluation.question_sets import SETS, installed_file, main
+from eagle3.evaluation.question_sets import SETS, installed_file
 from eagle3.prompts.conversations import BadRow, read_conversations
 
 ROWS: dict[str, dict[str, Any]] = {

@@ -10,11 +10,11 @@ from target_stores import LAYERS
 from tiny_drafters import write_fitted_drafter
 from transformers import AutoModelForCausalLM
 
+from eagle3.commands.simulate import main
 from eagle3.config import UserError
 from eagle3.draft.export import load_drafter
 from eagle3.draft.target_weights import load_target_config
 from eagle3.evaluation.decoder import decode
-from eagle3.evaluation.simulation import main
 from eagle3.evaluation.target import LocalTarget
 
 

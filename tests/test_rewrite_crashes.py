@@ -10,7 +10,8 @@ from test_store_crashes import COMMON, PHASES, run
 ENDS = (
     COMMON
     + """
-from eagle3.features import commands
+from eagle3.commands import features
+from eagle3.features import looking, making  # once, rather than in every child
 
 chosen = random.Random(3)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it, and so would its children
@@ -21,7 +22,7 @@ def in_child(arguments, phase=None, number=signal.SIGKILL):
     if child == 0:
         signalled_at(phase, count, number)
         try:
-            os._exit(commands.main(arguments))
+            os._exit(features.main(arguments))
         except KeyboardInterrupt:
             os._exit(130)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -19,13 +19,14 @@ from tiny_drafters import random_drafter
 from transformers import AutoModelForCausalLM
 
 from eagle3.capture.server import Server
+from eagle3.commands.compare import main
 from eagle3.config import EvaluateConfig, ServeConfig, ServerConfig, UserError
 from eagle3.config_file import load_config
 from eagle3.draft.acceptance import summarise
 from eagle3.draft.export import export_drafter
 from eagle3.draft.questions import read_questions
 from eagle3.draft.target_weights import load_target_config
-from eagle3.evaluation import compare, serving
+from eagle3.evaluation import serving
 from eagle3.evaluation.cells import Asking, Cell, ServingReport, context_bucket
 from eagle3.evaluation.run import evaluate
 from eagle3.evaluation.served import ServedAnswer, ServerFacts, SGLangClient
@@ -133,7 +134,7 @@ def test_every_server_is_measured_and_compared(
     assert list(questions)[:4] == ["trained", "simulated", "2, T=1", "2, T=1, simulated"]
     assert summarise([each.answer for each in questions["trained"]], seed=0).tau == first["acceptance"]["tau"]
     assert (result["tau_trained"], result["num_draft_tokens"]) == (2.0, 2)
-    assert compare.main(["--verify", str(tmp_path / "out")]) == 0
+    assert main(["--verify", str(tmp_path / "out")]) == 0
     page, markdown = ((tmp_path / "out" / f"report.{kind}").read_text() for kind in ("html", "md"))
     for name in NAMES:
         assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")

@@ -20,7 +20,7 @@ from eagle3.capture.server import Server, running_server
 from eagle3.config import ServerConfig
 from eagle3.draft.export import load_drafter
 from eagle3.draft.target_weights import load_target_config, load_target_weights
-from eagle3.evaluation.doctor.command import examine
+from eagle3.evaluation.doctor.examination import examine
 from eagle3.evaluation.served import ServedAnswer, SGLangClient
 from eagle3.evaluation.simulate import packs_of, parse_speculation, simulate_all
 from eagle3.evaluation.target import LocalTarget

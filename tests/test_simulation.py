@@ -12,10 +12,11 @@ from target_stores import LAYERS, write_target_store
 from tiny_drafters import random_drafter
 from transformers import AutoModelForCausalLM
 
+from eagle3.commands.simulate import main
 from eagle3.config import UserError
 from eagle3.draft.export import export_drafter
 from eagle3.draft.target_weights import load_target_config
-from eagle3.evaluation.simulation import main, read_domains
+from eagle3.evaluation.simulation import read_domains
 from eagle3.evaluation.target import LocalTarget
 from eagle3.features.record import FeatureSample, is_held_out
 

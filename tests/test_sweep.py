@@ -8,9 +8,9 @@ import pytest
 import yaml
 from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 
+from eagle3.commands.sweep import main, read_grid
 from eagle3.config import TrainConfig, UserError
 from eagle3.config_file import CONFIG_ROOT, find_config, load_config
-from eagle3.training.sweep import main, read_grid
 
 FILES = sorted((CONFIG_ROOT / "sweep").glob("*.yaml"))
 

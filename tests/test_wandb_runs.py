@@ -13,7 +13,7 @@ from tiny_experiment import STEPS, run_experiment, run_of
 from eagle3.board import Board, Identity
 from eagle3.config import TrackingConfig, UserError, by_dotted_name
 from eagle3.draft.questions import COLUMNS
-from eagle3.evaluation import compare
+from eagle3.evaluation.compare import read
 from eagle3.evaluation.runs import Run
 from eagle3.evaluation.wandb_runs import read_remote, read_wandb_files, wandb_files
 
@@ -70,7 +70,7 @@ def test_the_files_of_a_resumed_run_are_one_run(
     killed = tmp_path / "wandb" / "offline-run-20991231_000000-abcd1234" / "run-abcd1234.wandb"  # at its very start
     killed.parent.mkdir()
     killed.write_bytes(bytes.fromhex("3a572642e1be00"))  # as such a kill left it
-    (run,) = compare.read(str(tmp_path / "wandb"))
+    (run,) = read(str(tmp_path / "wandb"))
     assert f"{killed} is left out: its process was killed before" in caplog.text
     assert run.identity == identity
     assert run.curve("loss") == {1: 4.0, 2: 4.0, 3: 2.0, 4: 2.0, 5: 2.0, 6: 2.0}
@@ -78,7 +78,7 @@ def test_the_files_of_a_resumed_run_are_one_run(
     for path in (tmp_path / "wandb").rglob("questions*.table.json"):
         path.write_text("{")
     with pytest.raises(UserError, match=r"the table of questions must be JSON beside its \.wandb file, got none or"):
-        compare.read(str(tmp_path / "wandb"))
+        read(str(tmp_path / "wandb"))
 
 
 def remote_run(run: Run, directory: Path) -> mock.Mock:
@@ -132,9 +132,9 @@ def test_what_wandb_does_not_have_is_the_users_mistake() -> None:
 def test_a_file_that_wandb_cannot_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.wandb").write_bytes(b"no log at all")
     with pytest.raises(UserError, match=r"a \.wandb file must be one that `wandb leet inspect` reads, got .*x\.wandb"):
-        compare.read(str(tmp_path / "x.wandb"))
+        read(str(tmp_path / "x.wandb"))
 
 
 def test_wandb_files_without_a_run_are_an_error(base: Path) -> None:
     with pytest.raises(UserError, match=r"W&B's files must hold a training or an evaluation, got none in .*features"):
-        compare.read(str(base / "features" / "wandb"))
+        read(str(base / "features" / "wandb"))

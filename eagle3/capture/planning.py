@@ -1,15 +1,11 @@
-"""What an extraction would cost, and nothing is run: the command `eagle3 plan`."""
+"""What an extraction would cost, found without running the target."""
 
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from eagle3.capture.extraction import check_settings, plan_of
 from eagle3.capture.parity import read_target
 from eagle3.capture.selection import select_rows
-from eagle3.cli import command_parser, parse_arguments
 from eagle3.config import ExtractConfig, UserError
-from eagle3.config_file import find_config, load_config
 from eagle3.features.manifest import MANIFEST_NAME
 from eagle3.features.store import FeatureStore
 from eagle3.plan import ExtractionPlan
@@ -17,29 +13,11 @@ from eagle3.prompts.rendering import make_renderer
 from eagle3.prompts.tokenizers import load_tokenizer
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns 0.
-
-    Raises:
-        UserError: as the extraction would, before it runs the target: what cannot fit, too.
-    """
-    parser = command_parser("Says what extract.py would cost with the same arguments.", "default.yaml")
-    parser.add_argument("--prompts", help="as of extract.py (default: prompts.path of the config)")
-    arguments = parse_arguments(parser, argv)
-    config = load_config(ExtractConfig, find_config(arguments.config, "extract"), arguments.overrides)
-    if arguments.prompts is not None:
-        config = replace(config, prompts=replace(config.prompts, path=arguments.prompts))
-    plan = read_plan(config)
-    print(plan)
-    plan.check()
-    return 0
-
-
 def read_plan(config: ExtractConfig) -> ExtractionPlan:
     """Reads prompts and store, and adds up what is missing.
 
     Raises:
-        UserError: settings, prompts, target or store cannot be read.
+        UserError: as the extraction would, before it runs the target.
     """
     check_settings(config)
     if config.prompts.path is None:

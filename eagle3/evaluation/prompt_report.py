@@ -1,8 +1,6 @@
-"""`python -m eagle3 prompts FILE`: what prompts hold, what of them is dropped and why, and what is supervised."""
+"""What prompts hold, what of them is dropped and why, and what is supervised."""
 
-import argparse
 import json
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -14,7 +12,6 @@ import torch
 from rich.console import Console
 
 from eagle3.config import InspectConfig, PromptsConfig, UserError
-from eagle3.config_file import load_config
 from eagle3.draft.draft_vocab import build_draft_vocab, coverage_by_domain, draft_vocab_size, tau_ceiling
 from eagle3.draft.target_weights import load_target_config
 from eagle3.evaluation.shown_rows import show_row, usable_rows
@@ -45,29 +42,13 @@ class TokenCounts:
     num_held_out: int = 0
 
 
-def main(argv: Sequence[str]) -> int:
-    """Prints the report; returns 0 if every row can be used and 1 otherwise.
+def report(config: InspectConfig, server: str | None, num_shown: int, rejected: Path) -> Findings:
+    """Prints the report, with rows that a server renders and rows as they are; dropped rows go to `rejected`.
 
     Raises:
         UserError: there are no rows, or a setting, the target or the server does not allow the report.
     """
-    parser = argparse.ArgumentParser(prog="python -m eagle3 prompts", description=__doc__)
-    parser.add_argument("prompts", help="a file, a glob, a folder, or hf:OWNER/NAME[:CONFIG][@SPLIT]")
-    parser.add_argument(
-        "--target", help="the target's directory; without it nothing is rendered, and lengths are in characters"
-    )
-    parser.add_argument("--server", metavar="URL", help="an SGLang server of the target: does it render the same?")
-    parser.add_argument("--show", type=int, default=3, metavar="N", help="rows that are shown (default: 3)")
-    parser.add_argument("--rejected", type=Path, help="where dropped rows go (default: ckpts/NAME.rejected.jsonl)")
-    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="settings of extract and train")
-    arguments = parser.parse_intermixed_args(argv)
-    config = load_config(InspectConfig, None, arguments.overrides)
-    config = replace(config, prompts=replace(config.prompts, path=arguments.prompts))
-    if arguments.target is not None:
-        config = replace(config, target=replace(config.target, path=arguments.target))
-    name = re.sub(r"[^\w.@-]+", "_", Path(arguments.prompts).name) or "prompts"
-    rejected = arguments.rejected or Path("ckpts") / f"{name}.rejected.jsonl"
-    _check(config, arguments.server, arguments.show, rejected)
+    _check(config, server, num_shown, rejected)
     # Rows are no markup, and a line is a line.
     console = Console(markup=False, highlight=False, soft_wrap=True)
     renderer = tokenizer = None
@@ -82,12 +63,12 @@ def main(argv: Sequence[str]) -> int:
         must_keep = kept_token_ids(Path(config.target.path), tokenizer)
         vocab_size = int(load_target_config(Path(config.target.path))["vocab_size"])
         show_draft_vocabulary(console, config, counts, vocab_size, must_keep)
-    if renderer is not None and arguments.server is not None:
+    if renderer is not None and server is not None:
         rows = [shown.row for shown in usable_rows(config.prompts, renderer, SERVER_ROWS)]
-        show_server(console, compare_with_server(arguments.server, rows, renderer))
-    for shown in usable_rows(config.prompts, renderer, arguments.show):
+        show_server(console, compare_with_server(server, rows, renderer))
+    for shown in usable_rows(config.prompts, renderer, num_shown):
         show_row(console, shown)
-    return 0 if not findings.dropped else 1
+    return findings
 
 
 def _check(config: InspectConfig, server: str | None, num_shown: int, rejected: Path) -> None:

@@ -16,7 +16,7 @@ from eagle3.config import EvaluateConfig, UserError, by_dotted_name, config_to_d
 from eagle3.draft.questions import COLUMNS, QUESTIONS_NAME, rows, write_questions
 from eagle3.evaluation import serving_charts, serving_report
 from eagle3.evaluation.cells import ServingReport
-from eagle3.evaluation.doctor.command import SETTINGS, Examination, examine, show
+from eagle3.evaluation.doctor.examination import SETTINGS, Examination, examine, show
 from eagle3.evaluation.local import prepare_local
 from eagle3.evaluation.recorded import ANSWERS_NAME
 from eagle3.evaluation.remote import prepare_served

@@ -1,4 +1,4 @@
-"""`python -m eagle3 simulate STORE`: the acceptance of several drafters, each served in several ways, in one pass."""
+"""The acceptance of several drafters, each served in several ways, in one pass over a store or over answers."""
 
 import argparse
 import json
@@ -47,31 +47,13 @@ class Row:
     acceptance: Acceptance
 
 
-def main(argv: Sequence[str]) -> int:
-    """Simulates, prints the table, writes the figures if asked to.
+def simulate_store(arguments: argparse.Namespace) -> None:
+    """Simulates over a store, as the command's arguments say.
 
     Raises:
         UserError: store, target and drafters do not fit each other, or an argument is none.
     """
-    parser = argparse.ArgumentParser(prog="python -m eagle3 simulate", description=__doc__)
-    parser.add_argument("store", type=Path, help="a feature store of the target, or the answers.jsonl of an evaluation")
-    parser.add_argument("--target", type=Path, required=True, help="the target's directory")
-    parser.add_argument("--drafter", type=Path, action="append", required=True, help="may be given several times")
-    parser.add_argument(
-        "--speculation",
-        action="append",
-        metavar="K|K@T|K/TOPK/TOKENS",
-        help="a chain of K, one with rejection sampling at temperature T, or a tree; several times (default: 3)",
-    )
-    parser.add_argument("--held-out-share", type=float, help="as in training: only samples that it left out")
-    parser.add_argument("--prompts", type=Path, help="the prompts file: its rows' domains get lines of their own")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: bfloat16")
-    parser.add_argument("--seed", type=int, default=0, help="of the intervals (default: 0)")
-    parser.add_argument("--out", type=Path, help="a JSON file for the figures")
-    arguments = parser.parse_args(argv)
     speculations = [parse_speculation(text) for text in arguments.speculation or ["3"]]
-    if arguments.store.is_file():
-        return _simulate_answers(arguments)
     domains = read_domains(arguments.prompts) if arguments.prompts is not None else {}
     started = time.perf_counter()
     simulated = run(
@@ -102,13 +84,10 @@ def main(argv: Sequence[str]) -> int:
         }
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         write_whole(arguments.out, json.dumps(figures, indent=1) + "\n")
-    return 0
 
 
-def _simulate_answers(arguments: argparse.Namespace) -> int:
+def simulate_answers(arguments: argparse.Namespace) -> None:
     """Does the same for answers that servers gave, whose counters stand beside what is simulated."""
-    if arguments.held_out_share is not None or arguments.prompts is not None:
-        raise UserError("--held-out-share and --prompts must be left out with a file of answers, which names its sets")
     target = TargetConfig(path=str(arguments.target), dtype=arguments.dtype)
     ways = [parse_speculation(text) for text in arguments.speculation or []]
     rows = recorded.beside(target, arguments.drafter, recorded.read_answers(arguments.store), ways, arguments.seed)
@@ -125,7 +104,6 @@ def _simulate_answers(arguments: argparse.Namespace) -> int:
             "rows": [asdict(row) for row in rows],
         }
         write_whole(arguments.out, json.dumps(figures, indent=1) + "\n")
-    return 0
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,11 @@
-"""The drafter of any checkpoint, as SGLang and vLLM load it: the command `eagle3 export`.
+"""The drafter of any checkpoint, as SGLang and vLLM load it.
 
 A training exports the drafter with the best held-out tau by itself. Its config.json and vocabulary maps are those of
 all drafters of the run, so that neither store nor target's weights are read.
 """
 
-import argparse
 import json
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -24,26 +22,11 @@ from eagle3.training.trainer import DRAFTER_NAME
 logger = logging.getLogger(__name__)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns 0.
-
-    Raises:
-        UserError: the checkpoint is damaged or of no run of ours, or the target is another.
-    """
-    parser = argparse.ArgumentParser(prog="eagle3 export", description="Exports the drafter of a checkpoint.")
-    parser.add_argument("checkpoint", type=Path, help="RUN/step-NNNNNN")
-    parser.add_argument("--out", type=Path, required=True, help="a directory; an earlier export there is replaced")
-    parser.add_argument("--target", type=Path, help="the target's directory (default: that of the training)")
-    arguments = parser.parse_args(argv)
-    export_checkpoint(arguments.checkpoint, arguments.out, arguments.target)
-    return 0
-
-
 def export_checkpoint(path: Path, out: Path, target: Path | None = None) -> None:
     """Writes the drafter of a checkpoint, of averaged weights where the run keeps them, as its validations use them.
 
     Raises:
-        UserError: as `main`.
+        UserError: the checkpoint is damaged or of no run of ours, or the target is another.
     """
     run_dir = path.parent
     best = run_dir / DRAFTER_NAME

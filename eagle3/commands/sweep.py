@@ -1,4 +1,4 @@
-"""A grid of trainings, from the file that W&B's sweeps read, without W&B: the command `eagle3 sweep`."""
+"""`eagle3 sweep`: a grid of trainings, from the file that W&B's sweeps read, without W&B."""
 
 import argparse
 import itertools
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         UserError: the file is no grid.
     """
-    parser = argparse.ArgumentParser(prog="eagle3 sweep", description=HELP)
+    parser = argparse.ArgumentParser(prog="python -m eagle3 sweep", description=HELP)
     parser.add_argument("file", type=Path, help="a W&B sweep's YAML, with method grid, as configs/sweep/demo.yaml")
     parser.add_argument("--dry-run", action="store_true", help="print the commands alone")
     arguments = parser.parse_args(argv)

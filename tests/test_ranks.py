@@ -5,8 +5,10 @@ import json
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,7 @@ from training_runs import (
     with_run,
 )
 
+from eagle3.capture.launch import free_port
 from eagle3.config import TrackingConfig, TrainConfig
 from eagle3.features.store import FeatureStore
 from eagle3.training.trainer import train
@@ -63,6 +66,24 @@ def test_one_large_batch_equals_two_ranks_with_deepspeed(
     shutil.rmtree(tmp_path / "run" / f"step-{STEPS:06d}")
     resumed = train(with_run(config, deepspeed=None, resume=str(tmp_path / "run")))
     assert_same_training(resumed, undisturbed)
+
+
+def test_two_machines_of_two_ranks_are_one_training(base: TrainConfig, undisturbed: Path, tmp_path: Path) -> None:
+    """Two launchers, as typed on each machine; five micro-batches, so that three ranks have none in the second turn."""
+    config = with_batch_tokens(with_run(base, dir=str(tmp_path / "run"), deepspeed="zero2"), 20)
+    both = ["--config_file", "configs/accelerate/2nodes.yaml", "--num_processes", "4", "--main_process_ip", "127.0.0.1"]
+    port = str(free_port())
+
+    def on_machine(number: int) -> subprocess.CompletedProcess[str]:
+        command = [*LAUNCH, *both, "--main_process_port", port, "--machine_rank", str(number), str(WORKER)]
+        return launch(command, config, tmp_path / f"machine-{number}", "CONFIG", str(tmp_path))
+
+    with ThreadPoolExecutor() as pool:
+        for done in pool.map(on_machine, range(2)):
+            assert done.returncode == 0, done.stderr[-4000:]
+    facts = [json.loads((tmp_path / f"rank{number}.json").read_text()) for number in range(4)]
+    assert [each["setup"] for each in facts] == ["DeepSpeed ZeRO-2 over 4 ranks"] * 4
+    assert_same_training(tmp_path / "run", undisturbed)
 
 
 def test_two_ranks_share_one_sample(base: TrainConfig, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from eagle3.capture.engine import StagingUse
 from eagle3.plan import readable_bytes
@@ -54,37 +54,51 @@ class ExtractionReport:
         return ", ".join(parts)
 
 
+@dataclass(frozen=True)
+class _Mark:
+    """A moment at which no row was between its answer and its capture."""
+
+    num_done: int
+    at: float  # seconds of the monotonic clock
+
+
 class LiveProgress:
-    """Rows that are done, with rates; a context manager."""
+    """Rows that are done, with rates; a context manager.
+
+    Rows are answered and captured in turns, many at a time, so that neither stage's pace alone tells the time left.
+    """
 
     def __init__(self, report: ExtractionReport, staging: Callable[[], StagingUse | None]) -> None:
         """`staging` says how full the staging area is."""
         self._report = report
         self._staging = staging
         self._num_rows = self._num_before = self._num_done = 0
-        self._started = self._told_at = time.monotonic()
+        self._told_at = self._shown_at = time.monotonic()
+        self._answering_seconds = 0.0
+        self._begin = self._turn = _Mark(0, self._shown_at)
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("samples {task.description}"))
-        times = (TimeElapsedColumn(), TimeRemainingColumn())
         console = Console(stderr=True)
-        self._bar = Progress(*columns, *times, console=console, disable=not console.is_terminal)
+        self._bar = Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal)
         self._task = self._bar.add_task("")
 
     def begin(self, num_rows: int, num_done: int) -> None:
         """Says how many rows there are, and how many of them earlier runs have done."""
         self._num_rows, self._num_before, self._num_done = num_rows, num_done, num_done
-        self._started = time.monotonic()
+        self._shown_at = time.monotonic()
+        self._begin = self._turn = _Mark(num_done, self._shown_at)
         self._bar.update(self._task, total=num_rows, completed=num_done)
 
     def show(self, advance: int = 0) -> None:
         """Brings the bar up to date, or says a line if the last one is a while ago."""
+        self._mark_turn()
         self._num_done += advance
-        now = time.monotonic()
+        self._shown_at = now = time.monotonic()
         if not self._bar.disable:
-            self._bar.update(self._task, completed=self._num_done, description=self.state())
+            told = self.state() + self._left(now)
+            self._bar.update(self._task, completed=self._num_done, description=told)
         elif now - self._told_at >= LINE_SECONDS:
             self._told_at = now
-            left = f", {self._time_left(now)} left" if self._num_done > self._num_before else ""
-            logger.info("%d/%d samples, %s%s", self._num_done, self._num_rows, self.state(), left)
+            logger.info("%d/%d samples, %s%s", self._num_done, self._num_rows, self.state(), self._left(now))
 
     def state(self) -> str:
         """Returns rates, bytes written and bytes that wait."""
@@ -103,9 +117,34 @@ class LiveProgress:
         finally:
             self._bar.start()
 
-    def _time_left(self, now: float) -> timedelta:
-        seconds = (now - self._started) / (self._num_done - self._num_before) * (self._num_rows - self._num_done)
-        return timedelta(seconds=round(seconds))
+    def _mark_turn(self) -> None:
+        """Marks where the writing of answers begins again: all rows before it have been through both stages."""
+        seconds = self._report.generation_seconds
+        if seconds > self._answering_seconds:
+            is_first = self._answering_seconds == 0
+            if is_first or self._num_done > self._turn.num_done:
+                self._turn = _Mark(self._num_done, self._shown_at)
+            if is_first:
+                self._begin = self._turn  # rows before had their answers from an earlier run
+            self._answering_seconds = seconds
+
+    def _left(self, now: float) -> str:
+        """Returns how long the rows that are left will take, as far as those before them tell."""
+        report, begin, turn = self._report, self._begin, self._turn
+        num_left = self._num_rows - self._num_done
+        if self._num_done == begin.num_done:
+            return ""
+        covers = ""
+        if not (report.generation_seconds and report.capture_seconds):  # one stage is all there is
+            seconds = (now - begin.at) / (self._num_done - begin.num_done) * num_left
+        else:
+            seconds = report.capture_seconds / (self._num_done - self._num_before) * num_left
+            if turn.num_done > begin.num_done:
+                seconds_per_row = (turn.at - begin.at) / (turn.num_done - begin.num_done)
+                seconds = max(seconds, seconds_per_row * (self._num_rows - turn.num_done) - (now - turn.at))
+            elif num_left:
+                covers = ", answers to come not counted"
+        return f", {timedelta(seconds=round(seconds))} left{covers}"
 
     def __enter__(self) -> Self:
         self._bar.start()

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 import yaml
 
+from eagle3.cli import counted
 from eagle3.config import DeepSpeedFile, EvaluateConfig, ExtractConfig, InspectConfig, TrainConfig, UserError
 
 CONFIG_ROOT = Path(__file__).resolve().parent.parent / "configs"
@@ -56,7 +57,7 @@ def load_config(cls: type[Config], path: Path | None, overrides: Sequence[str] =
         if overrides or not sources:
             sources.append("the command line")
         source = " and ".join(sources)
-        raise UserError("\n".join([f"{len(problems)} problem(s) in the settings ({source}):", *problems]))
+        raise UserError("\n".join([f"{counted(len(problems), 'problem')} in the settings ({source}):", *problems]))
     return config
 
 

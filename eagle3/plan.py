@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from eagle3.cli import counted
 from eagle3.config import StoreConfig, UserError
 from eagle3.features.codec import Codec, state_bytes
 from eagle3.features.shard import ENTRY_BYTES, HEADER_BYTES
@@ -41,10 +42,10 @@ class ExtractionPlan:
 
     def __str__(self) -> str:
         at_most = "at most " if self.is_bound else ""
-        stored = f" ({self.num_stored:,} more are stored already)" if self.num_stored else ""
+        stored = f" (stored already: {self.num_stored:,} more)" if self.num_stored else ""
         quota = "" if self.quota_bytes is None else f", quota {readable_bytes(self.quota_bytes)}"
         return (
-            f"plan: {self.num_samples:,} samples{stored}, {at_most}{self.num_tokens:,} tokens, "
+            f"plan: {counted(self.num_samples, 'sample')}{stored}, {at_most}{counted(self.num_tokens, 'token')}, "
             f"{at_most}{readable_bytes(self.num_bytes)} into {self.store_path}; "
             f"free disk {readable_bytes(self.free_bytes)}{quota}"
         )
@@ -112,7 +113,7 @@ def readable_bytes(num_bytes: int) -> str:
     units = ["bytes", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1000 and unit < len(units) - 1:
         size, unit = size / 1024, unit + 1
-    return f"{num_bytes} bytes" if unit == 0 else f"{size:.1f} {units[unit]}"
+    return counted(num_bytes, "byte") if unit == 0 else f"{size:.1f} {units[unit]}"
 
 
 def _existing_parent(path: Path) -> Path:

@@ -121,7 +121,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "fp16-overflow": (overflow, "norm.weight has values beyond 65504"),
     "missing-tensors": (missing_norm, "norm.weight is not in the file"),
     "template": (other_template, "the chat template beside the drafter is not the target's"),
-    "other-tokenizer": (other_tokenizer, "2 of the 300 tokens in its tokenizer.json are not the target's"),
+    "other-tokenizer": (other_tokenizer, "its tokenizer.json has tokens that are not the target's, 2 of 300, "),
     "truncated-file": (truncated, "bytes long and its header promises"),
     "git-lfs-pointer": (git_lfs_pointer, "is a Git LFS pointer"),
     "context-length": (

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY
 
-from eagle3.cli import command_parser, loading, parse_arguments, run_command
+from eagle3.cli import command_parser, counted, loading, parse_arguments, run_command
 from eagle3.config import UserError
 
 
@@ -158,3 +158,8 @@ def test_a_broken_pipe_that_is_not_ours_keeps_its_traceback() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "BrokenPipeError" in done.stderr
+
+
+@pytest.mark.parametrize(("number", "said"), [(0, "0 rows"), (1, "1 row"), (2, "2 rows"), (1200, "1,200 rows")])
+def test_what_is_counted_is_named_in_its_number(number: int, said: str) -> None:
+    assert counted(number, "row") == said

@@ -226,7 +226,7 @@ def test_what_was_not_logged_costs_nothing_known(base: Path, tmp_path: Path) -> 
     assert found.cost["tokens trained on"][1] is None
     assert found.cost["tokens trained on"][0] is not None
     shown = compare_contenders(line_up([run_of(base, "short", "evaluation"), run_of(tmp_path, "long", "evaluation")]))
-    assert "3 drafts a round against an unknown number of" in shown.remarks[0]
+    assert "drafts a round 3 against unknown" in shown.remarks[0]
 
 
 def test_names_that_mean_no_run_are_refused(base: Path, tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_chains_of_another_length_are_not_tested_against_each_other(base: Path) 
     comparison = compare_contenders([Contender("a", run, None), Contender("b", longer, None)])
     assert comparison.verdicts == []
     assert comparison.remarks == [
-        "b cannot be tested against a (held-out samples, in training: 3 drafts a round against 7)"
+        "b cannot be tested against a (held-out samples, in training: drafts a round 3 against 7)"
     ]
 
 

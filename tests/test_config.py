@@ -49,7 +49,7 @@ def test_all_problems_are_reported_at_once_with_suggestions(tmp_path: Path) -> N
     with pytest.raises(UserError) as error:
         load_config(TrainConfig, path, ["run.mixed_precision=fp16", "noequals", "optimizer.betas=[0.9, x]"])
     message = str(error.value)
-    assert message.startswith(f"6 problem(s) in the settings ({path} and the command line):")
+    assert message.startswith(f"6 problems in the settings ({path} and the command line):")
     assert "target.dtpye is not a setting; did you mean target.dtype?" in message
     assert "data.seed must be a whole number, got 'soon'" in message
     assert "optimiser is not a setting; did you mean optimizer?" in message

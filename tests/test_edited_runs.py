@@ -139,4 +139,4 @@ def test_values_that_are_not_finite_are_left_out_and_counted(
     line = json.loads((train / "metrics.jsonl").read_text()) | {"loss": float("inf")}
     (train / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     assert "loss" not in read_run(train).lines[0]
-    assert "1 values of" in caplog.text
+    assert "1 value of" in caplog.text

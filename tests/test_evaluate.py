@@ -171,10 +171,10 @@ def test_the_log_says_which_drafter_is_decoded_with(
     caplog.set_level(logging.INFO)
     target = {"target.path": tiny_target, "target.dtype": "float32", "target.device": "cpu"}
     evaluate(settings(tmp_path / "out", prompts, **target, drafter=drafter, compare_untrained="true"))
-    begun = [line for line in caplog.messages if re.fullmatch(r".*: \d+ (answers|prompts)", line)]
+    begun = [line for line in caplog.messages if re.fullmatch(r".*: \d+ (answers?|prompts)", line)]
     assert begun == [
         "decoding with the trained drafter: 4 answers",
-        "decoding with the trained drafter: 1 answers",  # second turns
+        "decoding with the trained drafter: 1 answer",  # second turns
         "decoding with the untrained drafter: 5 answers",
         "simulating the same answers: 5 answers",
         "timing one stream, plain and with the trained drafter: 2 prompts",

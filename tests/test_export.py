@@ -295,7 +295,7 @@ def test_embedding_of_a_drafter_is_ignored_by_name(tmp_path: Path, caplog: pytes
     edit_tensors(directory, lambda tensors: tensors | {"embed_tokens.weight": torch.zeros(V, D)})
     with caplog.at_level(logging.INFO):
         load_drafter(directory, TARGET)
-    assert "1 tensors of the drafter are not used, since SGLang replaces them: ['embed_tokens.weight']" in caplog.text
+    assert "tensors of the drafter that SGLang replaces are not used, 1 in all: ['embed_tokens.weight']" in caplog.text
 
 
 def test_full_vocabulary_needs_no_maps(tmp_path: Path) -> None:

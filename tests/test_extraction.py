@@ -171,8 +171,8 @@ def test_rows_that_are_left_out_are_counted_and_named(
     assert [(line["line"], line["kind"]) for line in lines] == [(2, "malformed"), (5, "too long")]
     # The target's own limit: prompts.max_tokens is larger.
     assert lines[1]["reason"].startswith("prompt must have fewer than 512 tokens, got ")
-    assert "left out: 1 bad rows and 1 too long (rejected.jsonl)" in caplog.text
-    assert "prompts: 2 rows are left out: malformed 1, too long 1" in caplog.text
+    assert "left out: 1 bad row and 1 too long (rejected.jsonl)" in caplog.text
+    assert "prompts: 2 rows left out: malformed 1, too long 1" in caplog.text
 
 
 def test_a_failed_gate_stores_nothing(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

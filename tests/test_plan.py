@@ -65,7 +65,7 @@ def test_the_line_says_samples_tokens_bytes_and_free_disk(tmp_path: Path, monkey
     sizes = [SampleSize(1000, 400)] * 1200
     exact, bound = plan(sizes, tmp_path / "new" / "store"), plan(sizes, tmp_path, is_bound=True, quota_bytes=2**30)
     assert str(exact) == (
-        f"plan: 1,200 samples (3 more are stored already), 1,200,000 tokens, 507.9 MiB into "
+        f"plan: 1,200 samples (stored already: 3 more), 1,200,000 tokens, 507.9 MiB into "
         f"{tmp_path / 'new' / 'store'}; free disk 3.0 GiB"
     )
     assert "at most 1,200,000 tokens, at most 507.9 MiB into" in str(bound)

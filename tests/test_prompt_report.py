@@ -82,7 +82,7 @@ def test_dropped_rows_are_counted_by_kind_and_go_to_a_side_file(
     ]  # fmt: skip
     assert lines[1]["reason"].startswith("row must have at most 60 tokens, got ")
     for kind in ("malformed", "too long", "id again", "not rendered"):
-        assert f" {kind}: 1 rows line " in said
+        assert f" {kind}: 1 row line " in said
     elsewhere = tmp_path / "there" / "bad.jsonl"
     assert main([path, "--rejected", str(elsewhere)]) == 1
     assert len(elsewhere.read_text().splitlines()) == 2  # without a target nothing is rendered
@@ -94,14 +94,14 @@ def test_rows_that_are_split_are_counted(tmp_path: Path, tiny_target: Path, caps
     settings = ["prompts.max_tokens=100", "prompts.too_long=split"]
     assert main([path, "--target", str(tiny_target), *settings]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "1 rows, 1 usable" in said
-    assert "samples of at most 100 tokens; 1 rows shortened (prompts.too_long=split), which leaves out 0 sup" in said
+    assert "1 row, 1 usable" in said
+    assert "samples of at most 100 tokens; 1 row shortened (prompts.too_long=split), which leaves out 0 sup" in said
     assert " 1 samples" not in said
     long["messages"][2] = {"role": "user", "content": "One? " * 30}  # an exchange that fits no sample
     assert main([write(tmp_path / "rows.jsonl", long), "--target", str(tiny_target), *settings]) == 0
     answer = len(load_tokenizer(str(tiny_target), False)("1.<|im_end|>", add_special_tokens=False)["input_ids"])
     said = " ".join(capsys.readouterr().out.split())
-    assert f"1 rows shortened (prompts.too_long=split), which leaves out {answer} supervised tokens" in said
+    assert f"1 row shortened (prompts.too_long=split), which leaves out {answer} supervised tokens" in said
 
 
 def test_without_a_target_lengths_are_in_characters(capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,7 +162,7 @@ def test_turns_without_answers_need_a_template_that_takes_them_one_by_one_only(
     )
     path = write(tmp_path / "rows.jsonl", {"turns": ["First?", "Second?"]})
     assert main([path, "--target", str(tiny_target), f"prompts.chat_template={template}"]) == 0
-    assert "1 rows, 1 usable, 0 dropped" in capsys.readouterr().out
+    assert "1 row, 1 usable, 0 dropped" in capsys.readouterr().out
 
 
 def test_files_of_a_folder_are_listed_with_those_that_are_not_read(
@@ -210,7 +210,7 @@ def test_a_training_split_without_rows_or_drafts_is_said(
 ) -> None:
     path = write(tmp_path / "rows.jsonl", talk("One?", "1."))
     assert main([path, "--target", str(tiny_target), "held_out_share=1"]) == 0
-    assert "no row is left to train on, 1 are held out (held_out_share=1.0)" in capsys.readouterr().out
+    assert "no row is left to train on, 1 row held out (held_out_share=1.0)" in capsys.readouterr().out
     path = write(tmp_path / "rows.jsonl", {"input_ids": [1, 2], "loss_mask": [0, 1]})
     assert main([path, "--target", str(tiny_target), "draft.draft_vocab_size=48"]) == 0
     said = capsys.readouterr().out
@@ -239,7 +239,7 @@ def test_calls_thoughts_and_ids_are_shown_without_a_target(tmp_path: Path, capsy
     said = capsys.readouterr().out
     assert 'assistant: (Hm.) [{"id": "a", "type": "function", "function": {"name": "f", "arguments": {}}}]' in said
     assert "[1] [2, 3]" in said
-    assert "0 rows are prompts only, 1 have tool calls" in said
+    assert "prompts only: 0 rows, with tool calls: 1 row" in said
     assert "without --target nothing is rendered" in said
 
 

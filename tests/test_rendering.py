@@ -287,12 +287,12 @@ def test_a_tagged_template_that_never_renders_twice_the_same_is_an_error() -> No
 
 def test_tags_around_some_answers_only_are_an_error() -> None:
     last_only = "{% if loop.last %}" + TAG + TEXT + UNTAG + "{% else %}" + TEXT + "{% endif %}"
-    with pytest.raises(RenderingError, match="must mark one generation span per answer, got 1 spans for 2 answers"):
+    with pytest.raises(RenderingError, match="must mark one generation span per answer, got 1 span for 2 answers"):
         tagged(HEADER + last_only + END + NEWLINE).render(TALK)
 
 
 def test_tags_around_no_answer_are_an_error() -> None:
-    with pytest.raises(RenderingError, match="must mark one generation span per answer, got 0 spans for 1 answers"):
+    with pytest.raises(RenderingError, match="must mark one generation span per answer, got 0 spans for 1 answer"):
         tagged("{% if false %}" + TAG + UNTAG + "{% endif %}" + HEADER + TEXT + END).render(TALK[:2])
 
 

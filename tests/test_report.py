@@ -77,8 +77,8 @@ def test_table_and_json_agree() -> None:
     acceptance = measured.all_answers
     for figure in ("2.625", f"{acceptance.low:.2f}-{acceptance.high:.2f}", f"{39 / 16:.3f}", "1.83", "81% 77%"):
         assert figure in text, (figure, text)
-    assert "3 answers of up to 32 tokens, 1 of them loop" in text
-    assert "20.0 tokens/s plain, 30.0 speculative, 1.50x; 3 of 4 answers are equal" in text
+    assert "3 answers of up to 32 tokens, 1 of them looping" in text
+    assert "20.0 tokens/s plain, 30.0 speculative, 1.50x; equal token for token: 3 of 4 answers." in text
     assert "The others part at near-ties" in text
     assert "Warning: something odd" in text
 
@@ -107,7 +107,7 @@ def test_stages_are_timed() -> None:
 def test_a_bar_shows_count_and_rate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes the stream for a terminal
     monkeypatch.setenv("COLUMNS", "120")
-    with progress_bar("decoding", 3, "answers") as advance:
+    with progress_bar("decoding", 3, "answer") as advance:
         advance(2)
         advance(1)
     shown = capsys.readouterr().err
@@ -122,7 +122,7 @@ def test_without_a_terminal_a_line_comes_now_and_then(
     caplog.set_level(logging.INFO)
     now = 1000.0
     monkeypatch.setattr("eagle3.evaluation.report.time.monotonic", lambda: now)
-    with progress_bar("decoding", 40, "answers") as advance:
+    with progress_bar("decoding", 40, "answer") as advance:
         for _ in range(40):
             now += 2.0
             advance(1)

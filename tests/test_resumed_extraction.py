@@ -120,7 +120,7 @@ def test_a_finished_run_is_done_again_without_the_target(
     caplog.clear()
     report = run_extraction(config)
     assert (report.num_stored_before, report.num_stored) == (10, 0)
-    assert "plan: 0 samples (10 more are stored already), 0 tokens, 0 bytes" in caplog.text
+    assert "plan: 0 samples (stored already: 10 more), 0 tokens, 0 bytes" in caplog.text
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "store").glob("shard-*")}
 
 

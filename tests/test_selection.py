@@ -137,6 +137,6 @@ def test_what_cutting_leaves_out_is_counted_and_said(
     lost = len(tokenizer("No.<|im_end|>", add_special_tokens=False)["input_ids"])
     assert (selection.num_shortened, selection.num_lost) == (1, lost)
     assert [row.conversation.id.partition("#")[2] for row in selection.rows] == ["piece-1", "piece-2", ""]
-    assert f"1 rows are cut (prompts.too_long=split), which leaves out {lost} supervised tokens" in caplog.text
+    assert f"1 row cut (prompts.too_long=split), which leaves out {lost} supervised tokens" in caplog.text
     whole = select(tmp_path, tokenizer, rows[1:], GIVEN, max_tokens=100, too_long="split")
     assert (whole.num_shortened, whole.num_lost) == (0, 0)

@@ -53,7 +53,7 @@ def test_a_server_that_renders_the_same_agrees() -> None:
     with tokenizing_server(lambda request: (200, {"tokens": rendered(request)})) as url:
         seen = compare_with_server(url, ROWS, RENDERER)
     assert (seen.num_compared, seen.refused, seen.differences) == (3, [], [])
-    assert str(seen) == "the server renders 3 of 3 prompts as they are rendered here"
+    assert str(seen) == "the server renders 3 of 3 prompts as here"
 
 
 def test_rows_that_a_server_renders_otherwise_name_the_token() -> None:
@@ -69,9 +69,7 @@ def test_rows_that_a_server_renders_otherwise_name_the_token() -> None:
     assert seen.differences[0].startswith("line 1: token 4 of ")
     assert "must be as the server has it, [9, " in seen.differences[0]
     assert seen.refused == ['line 2: {"message": "no tools here"}']
-    assert str(seen).startswith(
-        "the server renders 1 of 3 prompts as they are rendered here, 1 otherwise (the first is "
-    )
+    assert str(seen).startswith("the server renders 1 of 3 prompts as here, 1 otherwise (the first is ")
     assert str(seen).endswith('no tools here"}); SGLang takes messages at /tokenize since 0.5.23')
 
 

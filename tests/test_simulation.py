@@ -106,4 +106,4 @@ def test_rows_without_a_domain_for_want_of_a_row_are_said(tmp_path: Path, caplog
     path.write_text('{"id": "a", "prompt": "Hi?", "domain": "chat"}\n{"id": "b", "prompt": "Ho?"}\noops\n')
     with caplog.at_level(logging.WARNING):
         assert read_domains(path) == {"a": "chat"}
-    assert "1 rows cannot be read and have no domain; the first is line 3: row must be JSON" in caplog.text
+    assert "1 row cannot be read, so without a domain; the first is line 3: row must be JSON" in caplog.text

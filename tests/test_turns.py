@@ -107,7 +107,7 @@ def test_a_conversation_that_no_longer_fits_ends_and_is_counted(
     with caplog.at_level(logging.WARNING):
         turns = ask_all(conversations, tokenizer, config, lambda prompts: [Reply([5, 2]) for _ in prompts], END_IDS)
     assert [turn.sample_id for turn in turns] == ["a", "b"]
-    assert "1 conversations ended early; the first at line 7:" in caplog.text
+    assert "1 conversation ended early; the first at line 7:" in caplog.text
     assert "more than prompts.max_tokens" in caplog.text
     with pytest.raises(UserError, match=r"at least one prompt must be askable, got none of 1 \(p.jsonl\); .*line 7"):
         ask_all(

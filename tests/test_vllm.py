@@ -168,7 +168,7 @@ def test_requests_that_fail() -> None:
         client = VLLMClient(url, 8)
         client.facts()
         with pytest.raises(
-            UserError, match=r"must answer every prompt, got ConnectionError from .* after 0 of 1 answers"
+            UserError, match=r"must answer every prompt, got ConnectionError from .* after 0 of 1 answer;"
         ):
             client.answer_all([[1]], 1, lambda answer: None)
 

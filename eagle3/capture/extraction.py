@@ -24,6 +24,7 @@ from eagle3.capture.pipeline import QUARANTINE_NAME, REJECTED_NAME, Pipeline
 from eagle3.capture.progress import ExtractionReport
 from eagle3.capture.running_engine import engine_version, running_engine
 from eagle3.capture.selection import Selection, TooLong, select_rows
+from eagle3.cli import counted
 from eagle3.config import ExtractConfig, UserError
 from eagle3.features.codec import Codec, codec_named
 from eagle3.features.index import write_atomically
@@ -119,9 +120,9 @@ def run_extraction(config: ExtractConfig) -> ExtractionReport:
                     with log_path.open("rb") as log:
                         num_answers = sum(1 for _ in log)  # line by line: it may be larger than the memory
                 logger.info(
-                    "stopped: %d samples and %d answers are in %s; the same command goes on from there",
-                    len(writer.stored_ids),
-                    num_answers,
+                    "stopped: %s and %s are in %s; the same command goes on from there",
+                    counted(len(writer.stored_ids), "sample"),
+                    counted(num_answers, "answer"),
                     store_path,
                 )
                 raise
@@ -286,27 +287,27 @@ def _show(config: ExtractConfig, report: ExtractionReport, manifest: Manifest) -
 
 def _log_report(report: ExtractionReport, store_path: Path) -> None:
     logger.info(
-        "stored %d samples (%d before), %d tokens, %d of them supervised; %s has %s%s",
-        report.num_stored,
+        "stored %s (%d before), %s, %d of them supervised; %s has %s%s",
+        counted(report.num_stored, "sample"),
         report.num_stored_before,
-        report.num_tokens,
+        counted(report.num_tokens, "token"),
         report.num_supervised,
         store_path,
         readable_bytes(_shard_bytes(store_path)),
         f"; {report.rates()}" if report.rates() else "",
     )
     logger.info(
-        "answers: %d reached a token limit, %d loops cut, %d encode otherwise and are not supervised, %d turns dropped",
+        "answers: %d reached a token limit, %s cut, %d not supervised for encoding otherwise, %s dropped",
         report.num_unfinished,
-        report.num_looped,
+        counted(report.num_looped, "loop"),
         report.num_reencoded,
-        report.num_turns_dropped,
+        counted(report.num_turns_dropped, "turn"),
     )
     logger.info(
-        "left out: %d bad rows and %d too long (%s), %d samples without usable features (%s)",
-        report.num_bad_rows,
+        "left out: %s and %d too long (%s), %s without usable features (%s)",
+        counted(report.num_bad_rows, "bad row"),
         report.num_too_long,
         REJECTED_NAME,
-        report.num_quarantined,
+        counted(report.num_quarantined, "sample"),
         QUARANTINE_NAME,
     )

@@ -19,6 +19,7 @@ from eagle3.capture.faults import find_fault
 from eagle3.capture.foreign import SUFFIXES, Foreign, find_files, id_of, kind_of, read_foreign
 from eagle3.capture.inprocess import TransformersEngine
 from eagle3.capture.parity import GATE_SAMPLES, GATE_TOKENS, ParityError, ParityReport, check_parity
+from eagle3.cli import counted
 from eagle3.config import TargetConfig, UserError
 from eagle3.draft.target_weights import (
     TargetWeights,
@@ -92,7 +93,8 @@ def check_meaning(path: Path, layers: list[int] | None, last: str | None, loss_m
         )
     if problems:
         raise UserError(
-            f"the meaning of the states must be told; {path} has {num_tokens} tokens with {num_aux} states and a last "
+            f"the meaning of the states must be told; {path} has {counted(num_tokens, 'token')} with "
+            f"{counted(num_aux, 'state')} and a last "
             f"one, of D {hidden_size}:\n" + "\n".join(problems)
         )
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from eagle3.capture.engine import Captured, Engine, TopTwo
 from eagle3.capture.inprocess import TransformersEngine
+from eagle3.cli import counted
 from eagle3.config import TargetConfig, UserError
 from eagle3.draft.target_weights import (
     check_capture_layers,
@@ -255,8 +256,8 @@ def _share(matches: Tensor, where: Tensor) -> float:  # (N,), (N,)
 def _check_agreement(report: ParityReport) -> None:
     if report.num_clear < WANTED_CLEAR_POSITIONS:
         logger.warning(
-            "parity: %d positions are clear of noise, %d are wanted: the gate says little about this target",
-            report.num_clear,
+            "parity: %s clear of noise, %d wanted: the gate says little about this target",
+            counted(report.num_clear, "position"),
             WANTED_CLEAR_POSITIONS,
         )
     for what, share, count in (

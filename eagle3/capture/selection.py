@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from eagle3.capture.regenerate import count_user_turns
+from eagle3.cli import counted
 from eagle3.config import PromptsConfig, RegenerateConfig, UserError
 from eagle3.plan import SampleSize
 from eagle3.prompts.conversations import BadRow, Conversation
@@ -115,11 +116,11 @@ def select_rows(
     if selection.rejected:
         kinds = Counter(row.kind for row in selection.rejected).most_common()
         told = ", ".join(f"{kind} {count}" for kind, count in kinds)
-        logger.info("prompts: %d rows are left out: %s", len(selection.rejected), told)
+        logger.info("prompts: %s left out: %s", counted(len(selection.rejected), "row"), told)
     if num_shortened:
         logger.info(
-            "prompts: %d rows are cut (prompts.too_long=%s), which leaves out %d supervised tokens",
-            num_shortened, prompts.too_long, num_lost,
+            "prompts: %s cut (prompts.too_long=%s), which leaves out %s",
+            counted(num_shortened, "row"), prompts.too_long, counted(num_lost, "supervised token"),
         )  # fmt: skip
     if not selection.rows:
         first = selection.rejected[0]

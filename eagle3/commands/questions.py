@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from eagle3.cli import loading
+from eagle3.cli import counted, loading
 from eagle3.config import UserError
 from eagle3.evaluation.question_sets import SETS, installed_file
 from eagle3.files import write_whole
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     rows = []
     for name, path in paths.items():
         some = list(read_questions(name, path))[: arguments.first]
-        print(f"{name}: {len(some)} questions")
+        print(f"{name}: {counted(len(some), 'question')}")
         rows += some
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(arguments.out, "".join(json.dumps(row) + "\n" for row in rows))

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from eagle3.cli import counted
 from eagle3.config import UserError
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         if subprocess.run(point.command, check=False).returncode != 0:
             failed.append(number)
     if failed:
-        logger.error("%d of %d trainings failed: %s", len(failed), len(points), ", ".join(map(str, failed)))
+        logger.error("%d of %s failed: %s", len(failed), counted(len(points), "training"), ", ".join(map(str, failed)))
     return int(bool(failed))
 
 

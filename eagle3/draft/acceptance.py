@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from eagle3.cli import counted
 from eagle3.config import UserError
 from eagle3.draft.ttt import ChainMatches, PackedSequences
 
@@ -104,8 +105,9 @@ def summarise(answers: Sequence[AnswerRounds], seed: int) -> Acceptance:
     rounds = sum(answer.rounds for answer in answers)
     if rounds == 0:
         raise UserError(
-            f"acceptance must be measured on answers of two tokens or more, got {len(answers)} answers with "
-            f"{num_tokens} tokens in all; measure on other prompts, or allow longer answers"
+            f"acceptance must be measured on answers of two tokens or more, got "
+            f"{counted(len(answers), 'answer')} with {counted(num_tokens, 'token')} in all; measure on other prompts, "
+            f"or allow longer answers"
         )
     low, high = _bootstrap_interval(answers, seed)
     reached = [sum(parts) for parts in zip(*(answer.reached for answer in answers), strict=True)]

@@ -184,7 +184,7 @@ def _read_tensors(directory: Path) -> dict[str, Tensor]:
     if doubled:
         raise UserError(f"each tensor must be stored once, got another spelling of {doubled} ({directory})")
     if ignored:
-        logger.info("%d tensors of the drafter are not used, since SGLang replaces them: %s", len(ignored), ignored)
+        logger.info("tensors of the drafter that SGLang replaces are not used, %d in all: %s", len(ignored), ignored)
     return tensors
 
 

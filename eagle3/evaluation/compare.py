@@ -8,6 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from eagle3.cli import counted
 from eagle3.config import UserError
 from eagle3.evaluation.comparison import compare
 from eagle3.evaluation.page import write_page
@@ -78,5 +79,5 @@ def verify_runs(names: Sequence[str]) -> int:
             seen = "" if check.holds else f", derived {json.dumps(check.derived)}"
             line = f"  {verdict}{check.name}: reported {json.dumps(check.reported)}{seen}"
             console.print(line, highlight=False, markup=False, soft_wrap=True)
-    console.print(f"{num_failed} figures cannot be derived again." if num_failed else "All figures hold.")
+    console.print(f"{counted(num_failed, 'figure')} cannot be derived again." if num_failed else "All figures hold.")
     return num_failed

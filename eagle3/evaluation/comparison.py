@@ -166,8 +166,8 @@ def _verdicts(
                 continue
             drafts = by_position[measure]
             if drafts[0] != drafts[index]:
-                counts = ["an unknown number of" if each is None else each for each in (drafts[0], drafts[index])]
-                reasons.append(f"{MEASURES[measure]}: {counts[0]} drafts a round against {counts[1]}")
+                told = ["unknown" if each is None else str(each) for each in (drafts[0], drafts[index])]
+                reasons.append(f"{MEASURES[measure]}: drafts a round {told[0]} against {told[1]}")
                 continue
             drafters = paired_test(first, other, seed=RESAMPLING_SEED)
             recipes = paired_test(first, other, spread, RESAMPLING_SEED)

@@ -132,7 +132,7 @@ def _decode(
     prompts: list[list[int]],
     description: str,
 ) -> list[Answer]:
-    with progress_bar(description, len(prompts), "answers") as advance:
+    with progress_bar(description, len(prompts), "answer") as advance:
         return decode(
             target,
             drafter,
@@ -157,7 +157,7 @@ def _simulate_answers(
     config: EvaluateConfig, target: LocalTarget, drafter: Eagle3Drafter, turns: Sequence[AnsweredTurn[Answer]]
 ) -> Measured:
     """Simulates the very answers that were decoded, from features of one more prefill."""
-    with progress_bar("simulating the same answers", len(turns), "answers") as advance:
+    with progress_bar("simulating the same answers", len(turns), "answer") as advance:
         rounds = simulate(
             drafter,
             target.embed_tokens,
@@ -187,7 +187,7 @@ def _time(config: EvaluateConfig, target: LocalTarget, drafter: Eagle3Drafter, p
     seconds = {"plain": 0.0, "speculative": 0.0}
     num_tokens = {"plain": 0, "speculative": 0}
     num_equal = 0
-    with progress_bar("timing one stream, plain and with the trained drafter", len(prompts), "prompts") as advance:
+    with progress_bar("timing one stream, plain and with the trained drafter", len(prompts), "prompt") as advance:
         for prompt in prompts:
             answers = {}
             for name, maybe_drafter in (("plain", None), ("speculative", drafter)):

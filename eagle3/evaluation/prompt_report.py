@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from eagle3.cli import counted
 from eagle3.config import InspectConfig, PromptsConfig, UserError
 from eagle3.draft.draft_vocab import build_draft_vocab, coverage_by_domain, draft_vocab_size, tau_ceiling
 from eagle3.draft.target_weights import load_target_config
@@ -58,7 +59,7 @@ def report(config: InspectConfig, server: str | None, num_shown: int, rejected: 
         config = replace(config, prompts=settings_for(config.prompts, renderer))
     counts = TokenCounts()
     findings = look_through(config, renderer, rejected, counts)
-    show_findings(console, config.prompts, findings, "tokens" if renderer else "characters", rejected)
+    show_findings(console, config.prompts, findings, "token" if renderer else "character", rejected)
     if tokenizer is not None and findings.num_supervised:
         must_keep = kept_token_ids(Path(config.target.path), tokenizer)
         vocab_size = int(load_target_config(Path(config.target.path))["vocab_size"])
@@ -137,52 +138,56 @@ def show_findings(console: Console, prompts: PromptsConfig, found: Findings, uni
     """Prints counts, what is dropped and why, and how long the rows are."""
     formats = ", ".join(f"{name} {count:,}" for name, count in found.formats.most_common())
     console.print(
-        f"{prompts.path}: {found.num_rows:,} rows, {found.num_accepted:,} usable, {found.dropped.total():,} dropped"
+        f"{prompts.path}: {counted(found.num_rows, 'row')}, {found.num_accepted:,} usable, "
+        f"{found.dropped.total():,} dropped"
     )
     console.print(f"formats: {formats or 'none'}")
     for file, count in list(found.files.items())[:SHOWN_FILES]:
-        console.print(f"  {file}: {count:,} rows")
+        console.print(f"  {file}: {counted(count, 'row')}")
     if len(found.files) > SHOWN_FILES:
-        console.print(f"  and {len(found.files) - SHOWN_FILES:,} files more")
+        console.print(f"  and {counted(len(found.files) - SHOWN_FILES, 'file')} more")
     for file in unread_files(str(prompts.path)):
         console.print(f"  {file}: in no form that is read, left out")
     if found.dropped:
         console.print(f"dropped rows, all of them in {rejected}:")
     for kind, count in found.dropped.most_common():
-        console.print(f"  {kind}: {count:,} rows")
+        console.print(f"  {kind}: {counted(count, 'row')}")
         for example in found.examples[kind]:
             console.print(f"    {_place(example)}: {example.reason}")
     if found.num_accepted:
         share = found.num_supervised / max(1, found.num_tokens)
         console.print(
-            f"{found.num_tokens:,} {unit}, {found.num_supervised:,} of them supervised ({share:.0%}); "
-            f"{found.num_prompts_only:,} rows are prompts only, {found.num_with_calls:,} have tool calls"
+            f"{counted(found.num_tokens, unit)}, {found.num_supervised:,} of them supervised ({share:.0%}); prompts "
+            f"only: {counted(found.num_prompts_only, 'row')}, with tool calls: {counted(found.num_with_calls, 'row')}"
         )
-    if unit == "tokens":
+    if unit == "token":
         _show_samples(console, prompts, found)
     else:
         console.print("without --target nothing is rendered: rows that its chat template refuses are not found")
     most = max(found.lengths.values(), default=0)
     for length, count in sorted(found.lengths.items()):
-        console.print(f"{length:>9,} {unit} or fewer {count:>9,} {'#' * -(-BAR_CHARS * count // most)}")
+        console.print(f"{length:>9,} {unit}s or fewer {count:>9,} {'#' * -(-BAR_CHARS * count // most)}")
 
 
 def _show_samples(console: Console, prompts: PromptsConfig, found: Findings) -> None:
     """Prints what extraction makes of the rows: the target's own answers, or the given ones."""
-    told = f"answered anew by the target (regenerate.enabled, the default): {found.num_asked:,} rows"
+    told = f"answered anew by the target (regenerate.enabled, the default): {counted(found.num_asked, 'row')}"
     if found.num_not_asked:
         (first,) = found.not_asked
         told += f", and {found.num_not_asked:,} not; the first is {_place(first)}: {first.reason}"
     console.print(told)
-    told = f"with the answers given (regenerate.enabled=false): {found.num_samples - found.num_prompts_only:,} samples "
+    num_given = found.num_samples - found.num_prompts_only
+    told = f"with the answers given (regenerate.enabled=false): {counted(num_given, 'sample')} "
     told += f"of at most {prompts.max_tokens:,} tokens"
     if found.num_shortened:
-        told += f"; {found.num_shortened:,} rows shortened (prompts.too_long={prompts.too_long}), which leaves out "
-        told += f"{found.num_lost:,} supervised tokens"
+        told += (
+            f"; {counted(found.num_shortened, 'row')} shortened (prompts.too_long={prompts.too_long}), which leaves "
+        )
+        told += f"out {counted(found.num_lost, 'supervised token')}"
     if found.num_context:
-        told += f"; {found.num_context:,} answers are context only, as the template rewrites them for later turns"
+        told += f"; context only, as the template rewrites it for later turns: {counted(found.num_context, 'answer')}"
     if found.num_thoughts_dropped:
-        told += f"; {found.num_thoughts_dropped:,} thoughts are left out by the template"
+        told += f"; left out by the template: {counted(found.num_thoughts_dropped, 'thought')}"
     console.print(told)
 
 
@@ -197,7 +202,7 @@ def show_draft_vocabulary(
     draft = config.draft
     if not counts.by_domain:
         console.print(
-            f"draft vocabulary: no row is left to train on, {counts.num_held_out:,} are held out "
+            f"draft vocabulary: no row is left to train on, {counted(counts.num_held_out, 'row')} held out "
             f"(held_out_share={config.held_out_share})"
         )
         return
@@ -210,8 +215,8 @@ def show_draft_vocabulary(
         for share in COVERAGES
     )
     console.print(
-        f"draft vocabulary, over the given answers of the training split ({counts.num_held_out:,} rows held out): "
-        f"{size:,} of {vocab_size:,} tokens cover {vocab.coverage(total):.2%}; sizes for a coverage of {sizes}"
+        f"draft vocabulary, over the given answers of the training split ({counted(counts.num_held_out, 'row')} held "
+        f"out): {size:,} of {vocab_size:,} tokens cover {vocab.coverage(total):.2%}; sizes for a coverage of {sizes}"
     )
     if any(answer.numel() > 1 for answer in counts.answers):
         ceiling = tau_ceiling(vocab, counts.answers, CEILING_DRAFTS)
@@ -220,7 +225,7 @@ def show_draft_vocabulary(
             f"{ceiling.full_tau:.2f} with chains of {CEILING_DRAFTS}, {ceiling.lost:.1%} lost to the rest"
         )
     for domain, share in coverage_by_domain(vocab, by_domain).items() if len(by_domain) > 1 else ():
-        console.print(f"  {domain}: {share:.2%} of {int(by_domain[domain].sum()):,} tokens")
+        console.print(f"  {domain}: {share:.2%} of {counted(int(by_domain[domain].sum()), 'token')}")
 
 
 def show_server(console: Console, seen: ServerRendering) -> None:

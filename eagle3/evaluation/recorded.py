@@ -64,7 +64,7 @@ def simulate_served(
     for served, ways in asked:
         turns = zip(served.asking.sample_ids, served.asking.prompts, served.answers, strict=True)
         title = f"simulating {served.server}, T={served.temperature:g}"
-        with progress_bar(title, len(served.answers), "answers") as advance:
+        with progress_bar(title, len(served.answers), "answer") as advance:
             samples = (target.features(name, prompt, answer.token_ids) for name, prompt, answer in turns)
             packs = packs_of(samples, limit, target.device)
             rounds = simulate_all({"": drafter}, weights, packs, ways, advance=advance)

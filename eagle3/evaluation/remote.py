@@ -78,7 +78,7 @@ def _evaluate(
             simulated_store = simulate_stored()
 
     def answer_all(prompts: list[list[int]]) -> list[ServedAnswer]:
-        with progress_bar("asking the server", len(prompts), "answers") as advance:
+        with progress_bar("asking the server", len(prompts), "answer") as advance:
             return client.answer_all(prompts, config.batch_size, lambda answer: advance(1))
 
     with stopwatch.stage("serve"):

@@ -27,6 +27,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from eagle3.cli import counted
 from eagle3.draft.acceptance import Acceptance, summarise
 from eagle3.draft.questions import Question
 from eagle3.evaluation.served import ServerFacts
@@ -96,8 +97,8 @@ class Report:
         """Prints the table, and what it leaves open in sentences."""
         console.print(self._acceptance_table())
         lines = [
-            f"{self.num_answers} answers of up to {self.max_new_tokens} tokens, {self.num_looping} of them loop. "
-            f"Intervals are bootstrapped over conversations."
+            f"{counted(self.num_answers, 'answer')} of up to {counted(self.max_new_tokens, 'token')}, "
+            f"{self.num_looping} of them looping. Intervals are bootstrapped over conversations."
         ]
         if self.simulated is not None:
             lines.append("simulated: the drafter on the same answers, without decoding.")
@@ -105,9 +106,10 @@ class Report:
             lines.append("store: the drafter on samples of the feature store, without decoding.")
         if self.speed is not None:
             lines.append(
-                f"One stream, {self.speed.num_prompts} prompts: {self.speed.tokens_per_second_plain:.1f} tokens/s "
-                f"plain, {self.speed.tokens_per_second_speculative:.1f} speculative, {self.speed.speed_up:.2f}x; "
-                f"{self.speed.num_equal_answers} of {self.speed.num_prompts} answers are equal token for token."
+                f"One stream, {counted(self.speed.num_prompts, 'prompt')}: {self.speed.tokens_per_second_plain:.1f} "
+                f"tokens/s plain, {self.speed.tokens_per_second_speculative:.1f} speculative, "
+                f"{self.speed.speed_up:.2f}x; equal token for token: {self.speed.num_equal_answers} of "
+                f"{counted(self.speed.num_prompts, 'answer')}."
             )
             if self.speed.num_equal_answers < self.speed.num_prompts:
                 lines.append(
@@ -139,7 +141,7 @@ class Report:
             "simulated": "simulated",
             "simulated_store": "store",
         }
-        table = Table(title=f"Acceptance length tau, {self.num_draft_tokens} drafts a round")
+        table = Table(title=f"Acceptance length tau, {counted(self.num_draft_tokens, 'draft')} a round")
         table.add_column("")
         for heading in ("tau", "95 %", "(N-1)/R", "no loops", "by position"):
             table.add_column(heading, justify="right")
@@ -172,7 +174,10 @@ class Stopwatch:
 
 @contextmanager
 def progress_bar(description: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-    """Shows a bar in a terminal, else a line now and then; yields what takes the number of units that are done."""
+    """Shows a bar in a terminal, else a line now and then; yields what takes the number of units that are done.
+
+    `unit` is the noun of one of them.
+    """
     console = Console(stderr=True)
     if not console.is_terminal:
         with _logged(description, total, unit) as advance:
@@ -191,7 +196,9 @@ def _logged(description: str, total: int, unit: str) -> Iterator[Callable[[int],
 
     def tell(now: float) -> None:
         seconds = max(now - started, 1e-9)
-        logger.info("%s: %d/%d %s, %.1f s, %.3g %s/s", description, done, total, unit, seconds, done / seconds, unit)
+        logger.info(
+            "%s: %d/%s, %.1f s, %.3g %ss/s", description, done, counted(total, unit), seconds, done / seconds, unit
+        )
 
     def advance(count: int) -> None:
         nonlocal done, told_at
@@ -201,7 +208,7 @@ def _logged(description: str, total: int, unit: str) -> Iterator[Callable[[int],
             told_at = now
             tell(now)
 
-    logger.info("%s: %d %s", description, total, unit)
+    logger.info("%s: %s", description, counted(total, unit))
     yield advance
     tell(time.monotonic())
 
@@ -241,7 +248,7 @@ class _RateColumn(ProgressColumn):
         self._unit = unit
 
     def render(self, task: Task) -> Text:
-        return Text(f"{task.completed / task.elapsed:.1f} {self._unit}/s" if task.elapsed else "")
+        return Text(f"{task.completed / task.elapsed:.1f} {self._unit}s/s" if task.elapsed else "")
 
 
 def _cells(measured: Measured) -> list[str]:

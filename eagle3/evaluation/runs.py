@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.board import Identity, curves
+from eagle3.cli import counted
 from eagle3.config import UserError
 from eagle3.draft.questions import QUESTIONS_NAME, Question, read_questions
 from eagle3.tracking import METRICS_NAME, PROVENANCE_NAME, read_provenance
@@ -149,7 +150,7 @@ def _metric_lines(path: Path) -> list[dict[str, float]]:
         num_left_out += len(values) - len(finite)
         found.append(finite)
     if num_left_out:
-        logger.warning("%d values of %s are left out: they are no finite numbers", num_left_out, path)
+        logger.warning("%s of %s left out: no finite number", counted(num_left_out, "value"), path)
     return found
 
 

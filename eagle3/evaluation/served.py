@@ -12,6 +12,7 @@ from typing import Any
 
 import requests
 
+from eagle3.cli import counted
 from eagle3.config import UserError
 from eagle3.draft.acceptance import AnswerRounds
 
@@ -159,7 +160,7 @@ class SGLangClient:
         if not response.ok:
             raise UserError(
                 f"the server must answer every prompt, got status {response.status_code} from {self.url}: "
-                f"{response.text[:300]!r} for a prompt of {len(prompt_ids)} tokens"
+                f"{response.text[:300]!r} for a prompt of {counted(len(prompt_ids), 'token')}"
             )
         answer = _read_answer(json_object(response), self.url, is_speculative=self._is_speculative)
         return replace(answer, seconds=seconds)
@@ -185,7 +186,7 @@ def answer_all(
         except requests.RequestException as error:
             raise UserError(
                 f"the server must answer every prompt, got {type(error).__name__} from {url} after "
-                f"{len(answered)} of {len(prompts)} answers; see the server's log, start it again and repeat"
+                f"{len(answered)} of {counted(len(prompts), 'answer')}; see the server's log, start it again and repeat"
             ) from None
         answered.append(answer)
         on_answer(answer)
@@ -264,10 +265,10 @@ def findings(answers: list[ServedAnswer], facts: ServerFacts) -> list[str]:
     if num_rounds == 0 or sum(answer.num_tokens - 1 - answer.rounds for answer in answers) > 0:
         return []
     return [
-        f"no draft was accepted in {num_rounds} rounds: the server does not run the drafter as it was trained, or it "
-        f"was not trained. Usual causes: --speculative-algorithm EAGLE instead of EAGLE3 (this server says "
-        f"{facts.flags.get('speculative_algorithm')}); weights whose names SGLang skips without a word (compare them "
-        f"with those of an export of this package); a drafter of another target or of other capture layers; a "
+        f"no draft was accepted in {counted(num_rounds, 'round')}: the server does not run the drafter as it was "
+        f"trained, or it was not trained. Usual causes: --speculative-algorithm EAGLE instead of EAGLE3 (this server "
+        f"says {facts.flags.get('speculative_algorithm')}); weights whose names SGLang skips without a word (compare "
+        f"them with those of an export of this package); a drafter of another target or of other capture layers; a "
         f"quantised target without --speculative-draft-model-quantization unquant"
     ]
 
@@ -298,8 +299,8 @@ def _read_answer(body: dict[str, Any], url: str, *, is_speculative: bool) -> Ser
     # An answer that ends with prefill's token has no rounds, and the server leaves the counters out.
     if is_speculative and "spec_verify_ct" not in meta and num_tokens > 1:
         raise UserError(
-            f"the server must have speculation on, got no spec_verify_ct for an answer of {num_tokens} tokens ({url}); "
-            f"start it with {DRAFTER_FLAGS}"
+            f"the server must have speculation on, got no spec_verify_ct for an answer of "
+            f"{counted(num_tokens, 'token')} ({url}); start it with {DRAFTER_FLAGS}"
         )
     return ServedAnswer(token_ids, num_tokens, int(meta.get("spec_verify_ct", 0)), [int(count) for count in histogram])
 

@@ -147,7 +147,7 @@ def _ask_turns(
     client = SGLangClient(url, config.max_new_tokens)
 
     def answer_all(prompts: list[list[int]]) -> list[ServedAnswer]:
-        with progress_bar("asking turn by turn", len(prompts), "answers") as advance:
+        with progress_bar("asking turn by turn", len(prompts), "answer") as advance:
             return client.answer_all(prompts, config.batch_size, lambda answer: advance(1))
 
     end_ids = end_token_ids(Path(config.target.path), tokenizer)
@@ -214,7 +214,7 @@ def _ask(
         is_speculative=speculation is not None,
         cache_name=f"T={temperature:g} n={concurrency}",  # or later cells would find their prompts prefilled
     )
-    with progress_bar(f"{name}, T={temperature:g}, {concurrency} in flight", len(asking.prompts), "answers") as advance:
+    with progress_bar(f"{name}, T={temperature:g}, {concurrency} in flight", len(asking.prompts), "answer") as advance:
         begun = time.perf_counter()
         answers = client.answer_all(asking.prompts, concurrency, lambda answer: advance(1))
         return answers, time.perf_counter() - begun

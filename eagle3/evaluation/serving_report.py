@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from eagle3.cli import counted
 from eagle3.evaluation.cells import PLAIN, Cell, ServingReport
 from eagle3.evaluation.page import STYLE, html_table
 from eagle3.evaluation.report import measure
@@ -41,8 +42,8 @@ def break_even(report: ServingReport) -> list[str]:
         else:
             last = max(pair for pair in faster if pair[0] < first_slower[0])
             sentences.append(
-                f"{where}: faster up to {last[0]} requests at a time ({last[1]:.2f}x), slower from {first_slower[0]} "
-                f"({first_slower[1]:.2f}x): switch speculation off above {last[0]}."
+                f"{where}: faster up to {counted(last[0], 'request')} at a time ({last[1]:.2f}x), slower from "
+                f"{first_slower[0]} ({first_slower[1]:.2f}x): switch speculation off above {last[0]}."
             )
     return sentences
 
@@ -53,11 +54,14 @@ def words(report: ServingReport) -> list[str]:
     for each in report.agreements:
         differing = each.num_answers - each.num_equal
         lines.append(
-            f"Speculation {each.server}, greedy: {each.num_equal} of {each.num_answers} answers are the plain server's "
-            f"token for token; {each.num_near_ties} of the other {differing} part at a near-tie ({NEAR_TIE} nats)."
+            f"Speculation {each.server}, greedy: the plain server's token for token are {each.num_equal} of "
+            f"{counted(each.num_answers, 'answer')}; {each.num_near_ties} of the other {differing} parted at a "
+            f"near-tie ({NEAR_TIE} nats)."
         )
     versions = sorted({facts.version for facts in report.facts.values()})
-    lines.append(f"SGLang {', '.join(versions)}; {report.num_prompts} prompts; all servers with the same flags.")
+    lines.append(
+        f"SGLang {', '.join(versions)}; {counted(report.num_prompts, 'prompt')}; all servers with the same flags."
+    )
     return [*lines, *(f"Warning: {finding}." for finding in report.findings)]
 
 

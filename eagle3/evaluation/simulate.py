@@ -207,7 +207,7 @@ def simulate_store(
     config: EvaluateConfig,
 ) -> Measured:
     """Measures the drafter on samples of a store."""
-    with progress_bar("simulating the store", len(indices), "samples") as advance:
+    with progress_bar("simulating the store", len(indices), "sample") as advance:
         rounds = simulate(
             drafter,
             embed_tokens,

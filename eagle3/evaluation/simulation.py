@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from eagle3.cli import counted
 from eagle3.config import TargetConfig, UserError
 from eagle3.draft.acceptance import Acceptance, AnswerRounds, summarise
 from eagle3.draft.export import load_drafter
@@ -68,7 +69,7 @@ def simulate_store(arguments: argparse.Namespace) -> None:
     table_rows = summarise_all(simulated.rounds, domains, arguments.seed)
     console = Console()
     console.print(as_table(table_rows))
-    rate = f"{simulated.num_tokens} tokens in {seconds:.1f} s, loading included."
+    rate = f"{counted(simulated.num_tokens, 'token')} in {seconds:.1f} s, loading included."
     console.print(f"Speculation: steps, steps@temperature or steps/topk/tokens. {rate}", highlight=False, markup=False)
     if arguments.out is not None:
         figures = {
@@ -140,7 +141,7 @@ def run(
             f"({store_path}); use the share of the training run"
         )
     target = load_target_weights(target_path).to(device, dtype)
-    with progress_bar("simulating", len(indices), "samples") as advance:
+    with progress_bar("simulating", len(indices), "sample") as advance:
         limit = batch_tokens_of(drafter.config, target.embed_tokens)
         packs = packs_of_store(store, indices, limit, target.embed_tokens.device)
         rounds = simulate_all(drafters, target, packs, speculations, advance=advance)
@@ -153,8 +154,8 @@ def read_domains(path: Path) -> dict[str, str]:
     bad_rows = [row for row in read if isinstance(row, BadRow)]
     if bad_rows:
         logger.warning(
-            "%d rows cannot be read and have no domain; the first is line %d: %s",
-            len(bad_rows), bad_rows[0].line, bad_rows[0].reason,
+            "%s cannot be read, so without a domain; the first is line %d: %s",
+            counted(len(bad_rows), "row"), bad_rows[0].line, bad_rows[0].reason,
         )  # fmt: skip
     return {row.id: row.domain for row in read if isinstance(row, Conversation) and row.domain is not None}
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from eagle3.cli import counted
 from eagle3.evaluation.comparison import MEASURES, Best, Comparison, Verdict
 
 
@@ -56,7 +57,8 @@ def _acceptance_rows(comparison: Comparison) -> list[list[str]]:
     rows = []
     for measure, column in comparison.acceptance.items():
         drafts = sorted({each for each in comparison.num_draft_tokens[measure] if each is not None})
-        title = f"{MEASURES[measure]}, {' or '.join(map(str, drafts))} drafts a round"
+        numbers = " or ".join([*map(str, drafts[:-1]), *(counted(each, "draft") for each in drafts[-1:])])
+        title = f"{MEASURES[measure]}, {numbers or 'unknown drafts'} a round"
         rows.append([title, *("-" if a is None else f"{a.tau:.3f} ({a.low:.3f}-{a.high:.3f})" for a in column)])
         rows.append([
             "  (N-1)/R; by position",
@@ -115,7 +117,7 @@ def _word(verdict: Verdict) -> str:
 
 def _sentence(verdict: Verdict) -> str:
     drafters, recipes = verdict.drafters, verdict.recipes
-    what = f"{MEASURES[verdict.measure]}, {drafters.num_pairs} questions"
+    what = f"{MEASURES[verdict.measure]}, {counted(drafters.num_pairs, 'question')}"
     if recipes.is_real:
         better, worse = (verdict.contender, verdict.baseline)[:: 1 if drafters.difference > 0 else -1]
         low, high = sorted([abs(recipes.low), abs(recipes.high)])

@@ -10,6 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from eagle3.cli import counted
 from eagle3.config import EvaluateConfig, UserError
 from eagle3.draft.acceptance import AnswerRounds
 from eagle3.draft.questions import Question, prompt_digest
@@ -73,13 +74,13 @@ def select_conversations(config: EvaluateConfig) -> list[Conversation]:
         logger.info("prompts: %s is in no form that is read, and left out", name)
     if bad_rows:
         logger.warning(
-            "%d of %d rows cannot be used; the first is line %d: %s",
-            len(bad_rows), num_read, bad_rows[0].line, bad_rows[0].reason,
+            "%d of %s cannot be used; the first is line %d: %s",
+            len(bad_rows), counted(num_read, "row"), bad_rows[0].line, bad_rows[0].reason,
         )  # fmt: skip
     if not kept:
         raise UserError(
-            f"prompts must leave at least one conversation, got none of {num_read} rows ({len(bad_rows)} bad, "
-            f"held_out_share {config.held_out_share}; {config.prompts.path}); change the file or the share"
+            f"prompts must leave at least one conversation, got none of {counted(num_read, 'row')} ({len(bad_rows)} "
+            f"bad, held_out_share {config.held_out_share}; {config.prompts.path}); change the file or the share"
         )
     return kept[: config.max_prompts]
 
@@ -152,7 +153,7 @@ def ask_all(
             dialogue.history.append({"role": "assistant", "content": text})
         dialogues = [dialogue for dialogue, _ in asked]
     if dropped:
-        logger.warning("%d conversations ended early; the first at %s", len(dropped), dropped[0])
+        logger.warning("%s ended early; the first at %s", counted(len(dropped), "conversation"), dropped[0])
     if not answered:
         raise UserError(
             f"at least one prompt must be askable, got none of {len(conversations)} ({config.prompts.path}); "

@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 
 import requests
 
+from eagle3.cli import counted
 from eagle3.config import UserError
 from eagle3.evaluation.served import (
     ANSWER_TIMEOUT_SECONDS,
@@ -98,7 +99,7 @@ class VLLMClient:
         if not response.ok:
             raise UserError(
                 f"the server must answer every prompt, got status {response.status_code} from {self.url}: "
-                f"{response.text[:300]!r} for a prompt of {len(prompt_ids)} tokens"
+                f"{response.text[:300]!r} for a prompt of {counted(len(prompt_ids), 'token')}"
             )
         return json_object(response)
 
@@ -127,10 +128,10 @@ def findings(answers: list[ServedAnswer]) -> list[str]:
     num_rounds = sum(answer.rounds for answer in answers)
     if num_rounds > 0 and not any(sum(answer.histogram[1:]) for answer in answers):
         found.append(
-            f"no draft was accepted in {num_rounds} rounds: the server does not run the drafter as it was trained, or "
-            f"it was not trained. Usual causes: no eagle_aux_hidden_state_layer_ids beside eagle_config in its "
-            f"config.json (vLLM then captures other layers); weights that are missing in the file, which vLLM leaves "
-            f"random; a drafter of another target"
+            f"no draft was accepted in {counted(num_rounds, 'round')}: the server does not run the drafter as it was "
+            f"trained, or it was not trained. Usual causes: no eagle_aux_hidden_state_layer_ids beside eagle_config in "
+            f"its config.json (vLLM then captures other layers); weights that are missing in the file, which vLLM "
+            f"leaves random; a drafter of another target"
         )
     unverified = sum(
         max(0, answer.num_tokens - 1 - sum((index + 1) * count for index, count in enumerate(answer.histogram)))
@@ -138,8 +139,8 @@ def findings(answers: list[ServedAnswer]) -> list[str]:
     )
     if unverified > 0:
         found.append(
-            f"{unverified} tokens came without a verify round, as vLLM decodes where it has no drafts (at the end of "
-            f"its context, say): tau is too high by them"
+            f"{counted(unverified, 'token')} came without a verify round, as vLLM decodes where it has no drafts (at "
+            f"the end of its context, say): tau is too high by them"
         )
     return found
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import wandb
 
+from eagle3.cli import counted
 from eagle3.config import UserError
 from eagle3.draft.questions import COLUMNS, Question, add_row
 from eagle3.evaluation.runs import Run, make_run
@@ -72,7 +73,9 @@ def read_remote(name: str, api: Any = None) -> list[Run]:
             f"see `wandb login`, or name a directory"
         ) from None
     if not runs:
-        raise UserError(f"a filter must leave a training or an evaluation, got none of {len(found)} runs ({name})")
+        raise UserError(
+            f"a filter must leave a training or an evaluation, got none of {counted(len(found), 'run')} ({name})"
+        )
     return runs
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from eagle3.cli import one_line
+from eagle3.cli import counted, one_line
 from eagle3.config import PromptsConfig, UserError
 from eagle3.prompts.answers import AnswerReader, Parts, RenderingError, differing, parts_of, prompt_of
 from eagle3.prompts.encoding import Encoded, Encoder
@@ -212,8 +212,8 @@ class ChatRenderer:
             )
         if len(marked) != len(answers):
             raise RenderingError(
-                f"chat template must mark one generation span per answer, got {len(marked)} spans for "
-                f"{len(answers)} answers"
+                f"chat template must mark one generation span per answer, got {counted(len(marked), 'span')} for "
+                f"{counted(len(answers), 'answer')}"
             )
         spans = []
         for i, (start, end) in zip(answers, marked, strict=True):

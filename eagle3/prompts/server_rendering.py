@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import requests
 
-from eagle3.cli import one_line
+from eagle3.cli import counted, one_line
 from eagle3.config import UserError
 from eagle3.prompts.answers import RenderingError
 from eagle3.prompts.conversations import Conversation
@@ -25,7 +25,7 @@ class ServerRendering:
 
     def __str__(self) -> str:
         num_same = self.num_compared - len(self.refused) - len(self.differences)
-        told = f"the server renders {num_same} of {self.num_compared} prompts as they are rendered here"
+        told = f"the server renders {num_same} of {counted(self.num_compared, 'prompt')} as here"
         if self.differences:
             told += f", {len(self.differences)} otherwise (the first is {self.differences[0]})"
         if self.refused:

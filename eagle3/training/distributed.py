@@ -21,6 +21,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGr
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 from torch.nn.parallel import DistributedDataParallel
 
+from eagle3.cli import counted
 from eagle3.config import TrainConfig, UserError
 from eagle3.config_file import find_deepspeed
 
@@ -53,7 +54,7 @@ class Setup:
     num_ranks: int
 
     def __str__(self) -> str:
-        ranks = f"{self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}"
+        ranks = counted(self.num_ranks, "rank")
         if self.zero_stage is not None:
             return f"DeepSpeed ZeRO-{self.zero_stage} over {ranks}"
         return f"DDP over {ranks}" if self.num_ranks > 1 else "one process"

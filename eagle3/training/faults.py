@@ -6,6 +6,7 @@ import math
 from collections import deque
 from pathlib import Path
 
+from eagle3.cli import counted
 from eagle3.files import write_whole
 from eagle3.training.batches import StepBatch
 from eagle3.training.memory import MemoryPlan
@@ -37,9 +38,9 @@ def out_of_memory_message(pack: CodedPack, plan: MemoryPlan | None, batch_tokens
     else:
         advice = f"data.batch_tokens={tokens_to_try(num_tokens, num_rows, plan)}"
     return (
-        f"a micro-batch must fit the GPU's memory, got {num_tokens} tokens in {len(tokens.document_lengths)} documents "
-        f"that do not, {expected} (samples {names}; {reason.splitlines()[0]}); go on from the last checkpoint with "
-        f"run.resume=auto and {advice}"
+        f"a micro-batch must fit the GPU's memory, got {num_tokens} tokens in "
+        f"{counted(len(tokens.document_lengths), 'document')} that do not, {expected} (samples {names}; "
+        f"{reason.splitlines()[0]}); go on from the last checkpoint with run.resume=auto and {advice}"
     )
 
 

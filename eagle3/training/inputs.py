@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from eagle3.cli import counted
 from eagle3.config import DataConfig, TrainConfig, UserError
 from eagle3.draft.draft_vocab import DraftVocab, build_draft_vocab, draft_vocab_size, tau_ceiling
 from eagle3.draft.initial import drafter_config_from_target, init_drafter
@@ -101,8 +102,8 @@ def _log_ceiling(vocab: DraftVocab, store: Samples, indices: list[int], num_draf
         ceiling = tau_ceiling(vocab, answers, num_draft_tokens)
         logger.info(
             "a drafter that is right wherever its vocabulary lets it be: tau %.2f of %.2f with chains of %d, %.1f %% "
-            "lost to the rest (%d answers)",
-            ceiling.tau, ceiling.full_tau, num_draft_tokens, 100 * ceiling.lost, len(answers),
+            "lost to the rest (%s)",
+            ceiling.tau, ceiling.full_tau, num_draft_tokens, 100 * ceiling.lost, counted(len(answers), "answer"),
         )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from eagle3.cli import counted
 from eagle3.draft.head import CHUNK_ELEMENTS
 from eagle3.draft.model import DrafterConfig
 from eagle3.draft.target_weights import TargetWeights
@@ -173,7 +174,9 @@ def log_plan(plan: MemoryPlan, num_tokens: int, supervised_share: float) -> None
             plan.capacity / GIB,
             num_tokens,
             what,
-            f"gate and up of {again} of {plan.ttt_steps} draft steps made again" if again else "nothing is made again",
+            f"gate and up of {again} of {counted(plan.ttt_steps, 'draft step')} made again"
+            if again
+            else "nothing is made again",
         )
 
 

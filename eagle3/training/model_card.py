@@ -2,6 +2,7 @@
 
 import json
 
+from eagle3.cli import counted
 from eagle3.config import TrainConfig, config_to_dict
 from eagle3.features.samples import Samples
 from eagle3.training.checkpoints import TrainState
@@ -18,12 +19,12 @@ def model_card(config: TrainConfig, store: Samples, state: TrainState, validatio
 Acceptance length (tokens per verify round, the bonus token counts; greedy chains of {config.objective.ttt_steps} draft
 tokens): **{acceptance.tau:.3f}**, 95 % interval {acceptance.low:.3f} to {acceptance.high:.3f}, without prefill's token
 {acceptance.tau_without_prefill:.3f}.{untrained}
-Measured on {acceptance.num_answers} held-out answers ({acceptance.num_tokens} tokens) of the store, along the recorded
-tokens.
+Measured on {counted(acceptance.num_answers, "held-out answer")} ({counted(acceptance.num_tokens, "token")}) of the \
+store, along the recorded tokens.
 
 - step {state.step} of the run
 - captured with {manifest.engine} {manifest.engine_version} at boundaries {list(manifest.capture_layers)}, \
-{len(store)} samples, {store.num_tokens} tokens
+{counted(len(store), "sample")}, {counted(store.num_tokens, "token")}
 - answers: {json.dumps(manifest.generation) if manifest.generation else "as given in the prompts file"}
 
 ## Recipe

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from rich.progress import Progress
 
 from eagle3.board import check_backend
+from eagle3.cli import counted
 from eagle3.config import TrainConfig, UserError
 from eagle3.draft.export import TRAINED_ON, export_drafter
 from eagle3.draft.questions import QUESTIONS_NAME, write_questions
@@ -151,7 +152,7 @@ def finish(run: Run, state: TrainState, stop: StopSignal) -> None:
     """Takes a run from `state` to its end, or until it is to `stop`, and says where its drafter is."""
     settings, world = run.config.run, run.engine.world
     if is_complete(run, state):
-        logger.info("%s is complete: %d of %d steps", run.dir, state.step, run.num_steps)
+        logger.info("%s is complete: %d of %s", run.dir, state.step, counted(run.num_steps, "step"))
     else:
         with (
             open_tracker(run, state) as tracker,
@@ -205,7 +206,9 @@ def take_steps(run: Run, state: TrainState, session: Session) -> TrainState:
                     return stop_here(session, state)
                 state = validated
                 if not is_last and has_ended(state, run.num_steps, settings.patience):
-                    logger.info("no better tau in %d validations: training ends (run.patience)", state.num_worse)
+                    logger.info(
+                        "no better tau in %s: training ends (run.patience)", counted(state.num_worse, "validation")
+                    )
                     is_last = True
             is_due = is_last or state.step % settings.save_every == 0 or state.best_step == state.step
             # A run that was stopped at its last step comes back for that step's validation.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from rich.progress import Progress
 
+from eagle3.cli import counted
 from eagle3.config import DataConfig, UserError
 from eagle3.draft.acceptance import Acceptance, answer_rounds, summarise
 from eagle3.draft.questions import Question, of_pack
@@ -92,8 +93,8 @@ def validate(
         return None
     if names := [repr(name) for part in gather(not_finite) for name in part]:
         raise FloatingPointError(
-            f"the held-out loss must be finite, got another in micro-batches of {len(names)} samples at step {step} "
-            f"(samples {', '.join(names)}); capture them again, or lower optimizer.learning_rate"
+            f"the held-out loss must be finite, got another in micro-batches of {counted(len(names), 'sample')} at "
+            f"step {step} (samples {', '.join(names)}); capture them again, or lower optimizer.learning_rate"
         )
     # By sample, so that the resampling does not depend on how they were dealt; answers of one stay in order.
     everywhere = sorted((each for part in gather(questions) for each in part), key=lambda each: each.answer.sample_id)

@@ -172,8 +172,8 @@ def _check_coverage(drafter: Eagle3Drafter, target: Target, samples: Sequence[Fe
     if covered >= ENOUGH_COVERAGE and len(missing_ends) < len(ends):
         return []
     what = (
-        f"{covered:.1%} of the answers' tokens are in the draft vocabulary of {drafter.config.draft_vocab_size}, and "
-        f"{len(missing_ends)} of {len(ends)} end tokens are not: each of the others is a certain miss"
+        f"{covered:.1%} of the answers' tokens are in the draft vocabulary of {drafter.config.draft_vocab_size}, "
+        f"end tokens outside it: {len(missing_ends)} of {len(ends)}; each token outside is a certain miss"
     )
     remedy = "train with a vocabulary counted on your own answers (draft.draft_vocab_size), which keeps end tokens"
     return [Finding("vocabulary-coverage", what, remedy)]

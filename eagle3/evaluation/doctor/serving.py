@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from eagle3.cli import counted
 from eagle3.draft.serving_config import IDS_ARE_BOUNDARIES, target_architecture
 from eagle3.evaluation.doctor.evidence import Share
 from eagle3.evaluation.doctor.files import DrafterFiles, Finding
@@ -74,8 +75,8 @@ def check_served(url: str, samples: Sequence[FeatureSample], offline: Share) -> 
     num_accepted = sum(answer.num_tokens - 1 - answer.rounds for answer in answers)
     if num_accepted <= 0:
         what = (
-            f"the server accepted no draft in {sum(answer.rounds for answer in answers)} rounds, and offline the first "
-            f"draft is right {offline} of the time: it does not run these weights on these states"
+            f"the server accepted no draft in {counted(sum(answer.rounds for answer in answers), 'round')}, and "
+            f"offline the first draft is right {offline} of the time: it does not run these weights on these states"
         )
         remedy = "see the other findings; then the server's log for the drafter's loading, and its version for EAGLE3"
         return [Finding("nothing-accepted", what, remedy)]

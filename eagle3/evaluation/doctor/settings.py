@@ -171,7 +171,9 @@ def _check_tokenizer(files: DrafterFiles, target: Target, record: Mapping[str, A
         others = [token for token in own if own[token] != targets.get(token)]
         if not others:
             return []
-        seen = f"{len(others)} of the {len(own)} tokens in its tokenizer.json are not the target's, {others[0]!r} first"
+        seen = (
+            f"its tokenizer.json has tokens that are not the target's, {len(others)} of {len(own)}, {others[0]!r} first"
+        )
     else:
         return []
     what = f"{seen}: its token ids mean other text"

@@ -1,8 +1,11 @@
 """Drafter -> acceptance on a served target."""
 
-from eagle3.cli import command_parser, loading, parse_arguments, run_command
-from eagle3.config import EvaluateConfig
-from eagle3.config_file import find_config, load_config
+from eagle3.loading import loading
+
+with loading():
+    from eagle3.cli import command_parser, parse_arguments, run_command
+    from eagle3.config import EvaluateConfig
+    from eagle3.config_file import find_config, load_config
 
 
 def main() -> None:

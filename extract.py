@@ -1,10 +1,13 @@
 """Prompts -> feature store."""
 
-from dataclasses import replace
+from eagle3.loading import loading
 
-from eagle3.cli import command_parser, loading, parse_arguments, run_command
-from eagle3.config import ExtractConfig
-from eagle3.config_file import find_config, load_config
+with loading():
+    from dataclasses import replace
+
+    from eagle3.cli import command_parser, parse_arguments, run_command
+    from eagle3.config import ExtractConfig
+    from eagle3.config_file import find_config, load_config
 
 
 def main() -> None:

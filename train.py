@@ -1,8 +1,11 @@
 """Feature store -> drafter."""
 
-from eagle3.cli import command_parser, loading, parse_arguments, run_command
-from eagle3.config import ExtractConfig, TrainConfig
-from eagle3.config_file import find_config, load_config
+from eagle3.loading import loading
+
+with loading():
+    from eagle3.cli import command_parser, parse_arguments, run_command
+    from eagle3.config import ExtractConfig, TrainConfig
+    from eagle3.config_file import find_config, load_config
 
 
 def main() -> None:

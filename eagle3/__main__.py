@@ -4,8 +4,11 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from eagle3.cli import run_command
-from eagle3.config import UserError
+from eagle3.loading import loading
+
+with loading():
+    from eagle3.cli import run_command
+    from eagle3.config import UserError
 
 # Each is a module of eagle3.commands; its `main` takes the arguments and returns the exit code.
 SUBCOMMANDS = ("compare", "doctor", "export", "features", "plan", "prompts", "questions", "simulate", "sweep")
@@ -33,7 +36,9 @@ def run_subcommand(argv: Sequence[str]) -> None:
         return
     if name not in SUBCOMMANDS:
         raise UserError(f"a subcommand must be one of {', '.join(SUBCOMMANDS)}, got {name}")
-    sys.exit(import_module(f"eagle3.commands.{name}").main(argv[1:]))
+    with loading():
+        subcommand = import_module(f"eagle3.commands.{name}")
+    sys.exit(subcommand.main(argv[1:]))
 
 
 if __name__ == "__main__":

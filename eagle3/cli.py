@@ -4,16 +4,12 @@ import argparse
 import logging
 import os
 import select
-import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable, Sequence
 
 from eagle3.config import UserError
 from eagle3.files import FULL
-
-INTERRUPTED = "interrupted\n"
+from eagle3.loading import INTERRUPTED
 
 
 def command_parser(description: str, default_config: str) -> argparse.ArgumentParser:
@@ -35,8 +31,8 @@ def run_command(main: Callable[[], None]) -> None:
     Exit code 2 is a user's mistake, or a file that the system refuses; 1 a computation that left the finite numbers, or
     a process of the run that is gone; 141 and 130 are a shell's for a pipe that was closed and for Ctrl-C.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     try:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
         try:
             main()
         except SystemExit:
@@ -77,27 +73,6 @@ def run_command(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         sys.stderr.write(INTERRUPTED)
         sys.exit(130)
-
-
-@contextmanager
-def loading() -> Iterator[None]:
-    """Answers Ctrl-C with the same word and exit code while a block imports what takes seconds, torch above all.
-
-    An exception would not do: an import may swallow it, or make another one of it.
-    """
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, or another's
-        yield
-        return
-    signal.signal(signal.SIGINT, _leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    os.write(sys.stderr.fileno(), INTERRUPTED.encode())
-    os._exit(130)  # nothing has been begun
 
 
 def _is_unread(descriptor: int) -> bool:

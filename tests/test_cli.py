@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY
 
-from eagle3.cli import command_parser, counted, loading, parse_arguments, run_command
+from eagle3.cli import command_parser, counted, parse_arguments, run_command
 from eagle3.config import UserError
+from eagle3.loading import loading
 
 
 def test_options_and_overrides_come_in_any_order() -> None:
@@ -42,9 +43,12 @@ def test_an_interrupt_ends_with_a_word(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize("command", [["train.py"], ["extract.py"], ["evaluate.py"], ["-m", "eagle3", "compare", "x"]])
-def test_an_interrupt_while_torch_is_imported_ends_with_the_same_word(tmp_path: Path, command: list[str]) -> None:
+@pytest.mark.parametrize("module", ["argparse", "torch"])  # of the first and of the last that are imported
+def test_an_interrupt_while_modules_are_imported_ends_with_the_same_word(
+    tmp_path: Path, command: list[str], module: str
+) -> None:
     """A module in its place says when it is imported, and takes an exception for its own."""
-    (tmp_path / "torch.py").write_text(
+    (tmp_path / f"{module}.py").write_text(
         "import time\nprint('importing', flush=True)\ntry:\n    time.sleep(60)\nexcept BaseException:\n    pass\n"
     )
     # As in a shell's foreground: a background one would have it ignored.

@@ -16,6 +16,7 @@ ALLOWED = {
     "config": set(),
     "config_file": set(),
     "cli": set(),
+    "loading": set(),
     "files": set(),
     "board": set(),
     "tracking": {"board"},
@@ -37,7 +38,7 @@ ALLOWED_MODULES = {
     "features.making": {"capture.foreign", "capture.importing"},
     "training.inputs": {"prompts.tokenizers"},
 }
-SPOKEN_EVERYWHERE = {"config", "config_file", "cli", "files"}
+SPOKEN_EVERYWHERE = {"config", "config_file", "cli", "files", "loading"}
 
 
 def readme_tree() -> dict[str, str]:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eagle3.cli import loading
 from eagle3.config import UserError
+from eagle3.loading import loading
 
 
 def main(argv: Sequence[str]) -> int:

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import get_args, get_type_hints
 
-from eagle3.cli import loading
 from eagle3.config import StoreConfig
+from eagle3.loading import loading
 
 CODECS = get_args(get_type_hints(StoreConfig)["codec"])
 # Those of capture.importing, which needs torch.

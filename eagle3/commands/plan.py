@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from eagle3.cli import command_parser, loading, parse_arguments
+from eagle3.cli import command_parser, parse_arguments
 from eagle3.config import ExtractConfig
 from eagle3.config_file import find_config, load_config
+from eagle3.loading import loading
 
 
 def main(argv: Sequence[str]) -> int:

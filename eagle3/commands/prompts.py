@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from eagle3.cli import loading
 from eagle3.config import InspectConfig
 from eagle3.config_file import load_config
+from eagle3.loading import loading
 
 
 def main(argv: Sequence[str]) -> int:

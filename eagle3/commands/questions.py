@@ -5,10 +5,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from eagle3.cli import counted, loading
+from eagle3.cli import counted
 from eagle3.config import UserError
 from eagle3.evaluation.question_sets import SETS, installed_file
 from eagle3.files import write_whole
+from eagle3.loading import loading
 
 
 def main(argv: Sequence[str]) -> int:

@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from eagle3.cli import loading
 from eagle3.config import UserError
+from eagle3.loading import loading
 
 
 def main(argv: Sequence[str]) -> int:

@@ -83,6 +83,18 @@ def test_sample_that_comes_after_a_run_was_stopped_is_found_by_the_next(tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
+def test_sample_that_comes_after_a_killed_run_was_cleaned_up_is_found_by_the_next(tmp_path: Path) -> None:
+    with StagingArea(tmp_path, 1, shared=True) as gone, StagingArea(tmp_path, 1, shared=True) as living:
+        late, theirs = (sample_path(tmp_path, each.new_request_id(3)) for each in (gone, living))
+        gone.__exit__(None, None, None)
+        late.write_text("")
+        theirs.write_text("")
+        remove_dead_runs(tmp_path)
+        assert not late.exists()
+        assert theirs.exists()
+        gone.__enter__()
+
+
 @pytest.mark.parametrize("kind", ["shared", "own"])
 def test_what_a_killed_run_left_is_found_and_a_living_one_is_left_alone(tmp_path: Path, kind: str) -> None:
     command = [sys.executable, "-c", LIVING_RUN, str(tmp_path), kind]

@@ -197,6 +197,11 @@ def remove_dead_runs(parent: Path) -> None:
             os.close(lock)
         _remove_files(parent, lock_path.name.removeprefix(LOCK_PREFIX).removesuffix(LOCK_SUFFIX))
         lock_path.unlink(missing_ok=True)
+    # What a server wrote after its run was gone, and cleaned up: a living run has a lock before it asks for anything.
+    for path in parent.glob("eagle3-*-*-*"):
+        run = path.name.split("-")[2]
+        if not (parent / f"{LOCK_PREFIX}{run}{LOCK_SUFFIX}").exists():
+            path.unlink(missing_ok=True)
 
 
 def _remove_files(parent: Path, run: str) -> None:

@@ -18,11 +18,11 @@ def main() -> None:
         train(config)
         return
     with loading():
-        from eagle3.capture.streaming import streamed_samples
+        from eagle3.capture.streaming import streamed_samples, within_timeout
         from eagle3.training.distributed import quiet_other_ranks
     quiet_other_ranks()
     extraction = load_config(ExtractConfig, find_config(config.data.path, "extract", "data.path"), [])
-    with streamed_samples(extraction, config.data.path) as samples:
+    with streamed_samples(within_timeout(extraction, config.run.timeout), config.data.path) as samples:
         train(config, samples)
 
 

@@ -1,15 +1,19 @@
 """What every command shares: arguments, logging, and errors as one sentence."""
 
 import argparse
+import ctypes
 import logging
 import os
 import select
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
 from eagle3.config import UserError
 from eagle3.files import FULL
 from eagle3.loading import INTERRUPTED
+
+PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 
 def command_parser(description: str, default_config: str) -> argparse.ArgumentParser:
@@ -31,6 +35,7 @@ def run_command(main: Callable[[], None]) -> None:
     Exit code 2 is a user's mistake, or a file that the system refuses; 1 a computation that left the finite numbers, or
     a process of the run that is gone; 141 and 130 are a shell's for a pipe that was closed and for Ctrl-C.
     """
+    _follow_launcher()
     try:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
         try:
@@ -73,6 +78,18 @@ def run_command(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         sys.stderr.write(INTERRUPTED)
         sys.exit(130)
+
+
+PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
+
+
+def _follow_launcher() -> None:
+    """Has this process get a SIGTERM when its launcher dies, if that is accelerate's for one process.
+
+    It passes no signal on, so that one that is told to stop would leave its training alone. torchrun does.
+    """
+    if "ACCELERATE_USE_CPU" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
+        ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
 
 def _is_unread(descriptor: int) -> bool:

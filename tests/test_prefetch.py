@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from eagle3.training import prefetch
 from eagle3.training.prefetch import prefetched
 
 
@@ -55,3 +56,26 @@ def test_nothing_is_begun_after_an_error() -> None:
     with pytest.raises(ValueError, match="0"):
         next(prefetched(load, range(9), depth=3))
     assert begun == [0], "the others would be waited for"
+
+
+def test_who_gives_up_waits_for_nothing_that_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetch, "GIVE_UP_SECONDS", 0.01)
+    asked: list[int] = []
+    answered = threading.Event()
+
+    def gives_up() -> bool:
+        asked.append(1)
+        return len(asked) == 3
+
+    def load(number: int) -> int:
+        if number == 1:
+            answered.wait(timeout=60)
+        return number
+
+    assert list(prefetched(load, range(9), depth=2, gives_up=gives_up)) == [0]
+    assert len(asked) == 3
+    closed = prefetched(load, range(9), depth=2, gives_up=lambda: True)
+    assert next(closed) == 0
+    closed.close()
+    assert not answered.is_set()
+    answered.set()

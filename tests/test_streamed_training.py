@@ -1,12 +1,15 @@
 """A training whose states the target makes meanwhile is the training on a store of the same prompts."""
 
 import dataclasses
+import functools
 import logging
 import os
 import shutil
 import signal
+import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +20,17 @@ import yaml
 from conftest import write_tiny_target
 from tiny_extractions import contents, make_config, prompt_rows, run_command_line
 from tiny_training import tiny_config
-from training_runs import STEPS, TWO_RANKS, assert_same_bits, assert_same_training, launch, metrics_of, with_run
+from training_runs import (
+    LAUNCH,
+    ROOT,
+    STEPS,
+    TWO_RANKS,
+    assert_same_bits,
+    assert_same_training,
+    launch,
+    metrics_of,
+    with_run,
+)
 
 import train as train_command
 from eagle3.capture.answering import write_answers
@@ -30,8 +43,9 @@ from eagle3.cli import run_command
 from eagle3.config import ExtractConfig, RegenerateConfig, StoreConfig, TrainConfig, UserError, config_to_dict
 from eagle3.features.store import FeatureStore
 from eagle3.features.stream import SampleStream, TokenSample
-from eagle3.training import trainer
+from eagle3.training import prefetch, trainer
 from eagle3.training.engine import Engine
+from eagle3.training.optimizer_step import take_step
 from eagle3.training.packs import StreamReader
 from eagle3.training.trainer import train
 from eagle3.training.validation import validate
@@ -293,6 +307,20 @@ def test_another_target_is_refused_before_a_step(extraction: ExtractConfig, tmp_
     assert not os.path.exists(tmp_path / "run")
 
 
+READS_LONG = """
+import time
+from unittest import mock
+import train
+from eagle3.cli import run_command
+
+def read(*arguments, **settings):
+    print("reading", flush=True)
+    time.sleep(100)
+    print("read", flush=True)
+
+with mock.patch("eagle3.capture.streaming.select_rows", read):
+    run_command(train.main)
+"""
 FAILING = str(Path(__file__).with_name("failing_streams.py"))
 
 
@@ -340,6 +368,63 @@ def test_a_validation_without_servers_keeps_the_steps_before_it(
         with streamed_samples(extraction, config.data.path) as samples:
             train(settings, samples)
     assert_same_bits(tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("waits_for", ["step", "validation"])
+def test_who_is_stopped_while_servers_hang_saves_without_them(
+    extraction: ExtractConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, waits_for: str
+) -> None:
+    config = with_run(train_config(extraction, stream_path(extraction), tmp_path / "run"), save_every=100)
+    hangs, answered = threading.Event(), threading.Event()
+    make = StateMaker.__call__
+
+    def make_or_hang(maker: StateMaker, tokens: Sequence[TokenSample]) -> list[Any]:
+        if hangs.is_set():
+            os.kill(os.getpid(), signal.SIGTERM)
+            answered.wait(timeout=60)
+        return make(maker, tokens)
+
+    def hang_at(call: int, goes_on: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
+        num_calls[0] += 1
+        if num_calls[0] == call:
+            hangs.set()
+        return goes_on(*arguments, **settings)
+
+    num_calls = [0]
+    monkeypatch.setattr(StateMaker, "__call__", make_or_hang)
+    if waits_for == "step":  # of five, two are loaded ahead
+        monkeypatch.setattr(trainer, "take_step", functools.partial(hang_at, 1, take_step))
+    else:  # the second one, after the third step
+        monkeypatch.setattr(trainer, "validate", functools.partial(hang_at, 2, validate))
+    monkeypatch.setattr(prefetch, "GIVE_UP_SECONDS", 0.2)
+    with streamed_samples(extraction, config.data.path) as samples:
+        run_dir = train(config, samples)
+        assert not answered.is_set()
+        answered.set()
+    monkeypatch.undo()
+    (checkpoint,) = run_dir.glob("step-*")
+    assert int(checkpoint.name[5:]) == max(line["step"] for line in metrics_of(run_dir))
+    assert (checkpoint.name == "step-000003") == (waits_for == "validation")
+    for settings in (with_run(config, resume="auto"), with_run(config, dir=str(tmp_path / "whole"))):
+        with streamed_samples(extraction, config.data.path) as samples:
+            train(settings, samples)
+    assert_same_bits(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_launcher_that_is_stopped_takes_along_who_reads_prompts(extraction: ExtractConfig, tmp_path: Path) -> None:
+    config = train_config(extraction, stream_path(extraction), tmp_path / "run")
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump(config_to_dict(config)))
+    (tmp_path / "slow.py").write_text(READS_LONG)
+    command = [*LAUNCH, "--cpu", "--num_processes", "1", str(tmp_path / "slow.py")]
+    with subprocess.Popen(
+        [*command, "--config", str(tmp_path / "train.yaml")],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True,
+    ) as launcher:  # fmt: skip
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == "reading\n"
+        launcher.terminate()
+        # The pipe's other end is the training's, too.
+        assert launcher.communicate(timeout=30)[0] == ""
 
 
 def test_samples_without_states_weigh_nothing_however_they_are_packed(

@@ -14,7 +14,7 @@ from tiny_extractions import make_config
 
 from eagle3.capture.answers import AnswerLog
 from eagle3.capture.engine import Captured
-from eagle3.capture.streaming import StateMaker, with_share_of_staging
+from eagle3.capture.streaming import StateMaker, with_share_of_staging, within_timeout
 from eagle3.features.stream import SampleStream, TokenSample
 
 MASK = torch.tensor([False, True, True])
@@ -84,3 +84,11 @@ def test_a_reader_leaves_the_line_that_a_writer_is_at(tmp_path: Path) -> None:
     assert ("a" in log, "b" in log) == (True, False)
     log.close()
     assert path.read_bytes() == before
+
+
+def test_a_server_counts_as_hung_while_the_ranks_still_wait(tiny_target: Path, tmp_path: Path) -> None:
+    config = make_config(tiny_target, tmp_path, engine="sglang")
+    assert config.server.request_timeout_seconds == 600
+    assert within_timeout(config, 10.0).server.request_timeout_seconds == 300
+    assert within_timeout(config, 30.0) == config
+    assert within_timeout(dataclasses.replace(config, engine="transformers"), 1.0).server == config.server

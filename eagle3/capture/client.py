@@ -198,18 +198,23 @@ class SGLangEngine:
     def _recover(self, server: Server) -> None:
         if server.is_ours:
             server.restart()
-        self._wait_until_ready(server)
+            self._wait_until_ready(server)
+        else:
+            # It has been silent for long enough to count as hung, and what it is asked now is not its first forward.
+            patience = min(ATTACHED_SECONDS, self._config.request_timeout_seconds)
+            server.wait_until(partial(self._probe, server, patience), patience)
 
     def _wait_until_ready(self, server: Server) -> None:
-        patience = self._config.startup_timeout_seconds if server.is_ours else ATTACHED_SECONDS
-        server.wait_until(partial(self._probe, server), patience)
+        # The first forward of a server may compile kernels for minutes.
+        longest = self._config.startup_timeout_seconds
+        patience = longest if server.is_ours else ATTACHED_SECONDS
+        server.wait_until(partial(self._probe, server, longest), patience)
 
-    def _probe(self, server: Server) -> None:
+    def _probe(self, server: Server, timeout_seconds: float) -> None:
         """Records three tokens; raises what is wrong with them."""
         life = server.life
         request_id = self.area.new_request_id(len(PROBE_IDS))
-        # The first forward of a server may compile kernels for minutes.
-        server.post("/generate", prefill_body(PROBE_IDS, request_id), self._config.startup_timeout_seconds)
+        server.post("/generate", prefill_body(PROBE_IDS, request_id), timeout_seconds)
         try:
             self.area.wait_for(request_id, FILE_SECONDS, lambda: server.lives(life))
             sample = self.area.take(request_id)

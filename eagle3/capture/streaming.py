@@ -81,6 +81,18 @@ def check_stream_settings(config: ExtractConfig, path: str) -> None:
         raise UserError(f"some settings of {path} cannot be trained from:\n" + "\n".join(problems) + "\nchange them")
 
 
+def within_timeout(config: ExtractConfig, timeout: float) -> ExtractConfig:
+    """Has a server count as hung while the ranks, which give each other `timeout` minutes, still wait for samples.
+
+    Half of it is left for asking once more whether the server is there, and for what is sent again. Otherwise they
+    would end for a rank that is late, with a word that names no server and nothing saved.
+    """
+    longest = max(1, int(60 * timeout / 2))
+    if config.engine != "sglang" or config.server.request_timeout_seconds <= longest:
+        return config
+    return replace(config, server=replace(config.server, request_timeout_seconds=longest))
+
+
 def token_sample(sample_id: str, known: Rendered | Answered) -> TokenSample:
     """Returns a sample without states."""
     return TokenSample(sample_id, torch.tensor(known.input_ids, dtype=torch.int32), torch.tensor(known.loss_mask))

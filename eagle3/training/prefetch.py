@@ -1,20 +1,25 @@
 """Work that is done ahead, on a thread, in order."""
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Generator, Iterable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
+GIVE_UP_SECONDS = 5.0  # a launcher that asks its ranks to stop kills them 30 s later, and they have a save to write
 
-def prefetched(load: Callable[[Item], Result], items: Iterable[Item], depth: int) -> Generator[Result, None, None]:
+
+def prefetched(
+    load: Callable[[Item], Result], items: Iterable[Item], depth: int, gives_up: Callable[[], bool] = lambda: False
+) -> Generator[Result, None, None]:
     """Yields `load(item)` of each item, with at most `depth` results waiting; what `load` raises is raised in turn.
 
-    Close it to end the thread: what is under way is finished, nothing more is begun, nor is it after an error.
+    Close it to end the thread: what is under way is finished, nothing more is begun, nor is it after an error. Who
+    waits for a result, or for that end, is asked every few seconds whether it `gives_up`, and then leaves the thread.
     """
-    has_failed = False
+    has_failed = has_given_up = False
 
     def load_unless_failed(item: Item) -> Result:
         nonlocal has_failed
@@ -25,6 +30,12 @@ def prefetched(load: Callable[[Item], Result], items: Iterable[Item], depth: int
         except BaseException:
             has_failed = True
             raise
+
+    def waits_for(results: Collection[Future[Result]]) -> bool:
+        nonlocal has_given_up
+        while not has_given_up and wait(results, GIVE_UP_SECONDS).not_done:
+            has_given_up = gives_up()
+        return not has_given_up
 
     under_way: deque[Future[Result]] = deque()
     rest = iter(items)
@@ -39,6 +50,10 @@ def prefetched(load: Callable[[Item], Result], items: Iterable[Item], depth: int
                 under_way.append(thread.submit(load_unless_failed, item))
             if not under_way:
                 return
+            if not waits_for([under_way[0]]):
+                return
             yield under_way.popleft().result()
     finally:
-        thread.shutdown(cancel_futures=True)
+        thread.shutdown(wait=False, cancel_futures=True)
+        if waits_for([each for each in under_way if each.running()]):
+            thread.shutdown()

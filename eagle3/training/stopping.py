@@ -1,7 +1,5 @@
 """What ends a run before its last step: a signal, the time it was given, samples that do not come, a tau that stays."""
 
-import ctypes
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -12,17 +10,6 @@ from eagle3.config import UserError
 from eagle3.training.checkpoints import TrainState
 
 Item = TypeVar("Item")
-
-PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
-
-
-def follow_launcher() -> None:
-    """Has this process get a SIGTERM when its launcher dies, if that is accelerate's for one process.
-
-    It passes no signal on, so that one that is told to stop would leave its training alone. torchrun does.
-    """
-    if "ACCELERATE_USE_CPU" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
-        ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
 
 def has_ended(state: TrainState, num_steps: int, patience: int | None) -> bool:
@@ -47,7 +34,8 @@ class StopSignal:
         self.error: UserError | OSError | None = None  # for want of which samples this rank cannot go on
 
     def next_of(self, loaded: Iterator[Item]) -> Item | None:
-        """Returns the next of what is loaded ahead; None after the last, or if it cannot be had, which is noted.
+        """Returns the next of what is loaded ahead; None after the last, where nobody waits for it any more, or if it
+        cannot be had, which is noted.
 
         Whoever cannot go on for that must not leave the other ranks in a collective, nor the steps so far unsaved: the
         error is to be raised once the ranks have ended the run together.

@@ -46,7 +46,7 @@ from eagle3.training.progress import StepLog, progress_bars
 from eagle3.training.results import HELD_OUT, facts, show_inputs, show_results
 from eagle3.training.saves import Saver
 from eagle3.training.sequence_split import Ranks
-from eagle3.training.stopping import StopSignal, follow_launcher, has_ended
+from eagle3.training.stopping import StopSignal, has_ended
 from eagle3.training.validation import validate
 from eagle3.training.watch import Watch
 
@@ -89,7 +89,6 @@ def train(config: TrainConfig, samples: Samples | None = None) -> Path:
         ChildProcessError: another rank has stopped or died.
         FloatingPointError: loss or gradient is not finite; the last checkpoint is as good as before.
     """
-    follow_launcher()
     quiet_other_ranks()
     check_backend(config.tracking)
     inputs = load_inputs(config, samples)
@@ -194,7 +193,9 @@ def take_steps(run: Run, state: TrainState, session: Session) -> TrainState:
     first_step = saved_step = state.step
     saved_state = state
     positions = itertools.islice(run.batches.positions(state.position), run.num_steps - state.step)
-    loaded = prefetched(run.batches.load, positions, config.data.prefetch_steps)
+    loaded = prefetched(
+        run.batches.load, positions, config.data.prefetch_steps, gives_up=lambda: session.stop.requested
+    )
     with progress_bars(shown=engine.world.is_main) as bars, contextlib.closing(loaded):
         steps_bar = bars.add_task("steps", total=run.num_steps, completed=state.step)
         while True:

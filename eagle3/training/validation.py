@@ -66,7 +66,7 @@ def validate(
     reader = pack_reader(store, data.read_threads, pin=world.device.type == "cuda", embed_tokens=module.host_embeddings)
     mine = packs[world.rank :: world.size]
     wanted = ([indices[i] for i in members] for members in mine if members)
-    loaded = prefetched(reader.read, wanted, depth=2)
+    loaded = prefetched(reader.read, wanted, depth=2, gives_up=lambda: stop.requested)
     while (coded := stop.next_of(loaded)) is not None:
         watch.at("validation", step)
         if stop.requested:

@@ -101,7 +101,7 @@ def plan_extraction(
         num_bytes=num_bytes,
         is_bound=is_bound,
         stored_bytes=stored_bytes,
-        free_bytes=shutil.disk_usage(_existing_parent(path)).free,
+        free_bytes=shutil.disk_usage(existing_parent(path)).free,
         quota_bytes=store.quota_bytes,
         store_path=path,
     )
@@ -116,5 +116,6 @@ def readable_bytes(num_bytes: int) -> str:
     return counted(num_bytes, "byte") if unit == 0 else f"{size:.1f} {units[unit]}"
 
 
-def _existing_parent(path: Path) -> Path:
+def existing_parent(path: Path) -> Path:
+    """Returns the nearest directory above a path, or itself, that is there."""
     return next(each for each in [path.absolute(), *path.absolute().parents] if each.exists())

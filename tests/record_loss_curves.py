@@ -52,7 +52,7 @@ def run(store: Path, target: Path, directory: Path, num_steps: int, precision: s
         if is_dense:
             stack.enter_context(mock.patch("eagle3.training.engine.ttt_sums", dense_sums))
             # Its softmax is over the whole head.
-            whole = mock.patch("eagle3.training.trainer.device_weights", lambda inputs, embeddings: inputs.target)
+            whole = mock.patch("eagle3.training.trainer.device_weights", lambda target, target_ids, embeddings: target)
             stack.enter_context(whole)
         run_dir = train(config)
     seconds = time.perf_counter() - started

@@ -107,7 +107,7 @@ def test_rows_that_leave_attend_to_nothing(base: TrainConfig, are_right: bool, m
     engine, _, batch = make_engine(
         dataclasses.replace(base, objective=dataclasses.replace(base.objective, drop_rejected=True))
     )
-    attended = count_attended(batch.packs, steps)
+    attended = count_attended([each.tokens for each in batch.packs], steps)
     assert attended[1] > 0
     result = take_step(engine, batch, learning_rate=1e-3)
     assert result.num_attended == float(attended.sum() if are_right else attended[0])

@@ -52,7 +52,7 @@ def test_the_drafter_starts_from_the_target_and_the_training_answers(base: Train
 @pytest.mark.parametrize("embeddings", ["device", "host"])
 def test_devices_get_the_drafted_rows_of_the_head(base: TrainConfig, embeddings: Literal["device", "host"]) -> None:
     inputs = load_inputs(base)
-    kept = device_weights(inputs, embeddings)
+    kept = device_weights(inputs.target, inputs.drafter.target_ids, embeddings)
     assert kept.embed_tokens.shape[0] == (320 if embeddings == "device" else 0)
     assert torch.equal(kept.lm_head, inputs.target.lm_head[inputs.drafter.target_ids])
 
@@ -81,12 +81,12 @@ def test_the_same_seed_makes_the_same_drafter(base: TrainConfig) -> None:
 def test_the_largest_micro_batch_is_the_limit_or_the_longest_sample(base: TrainConfig) -> None:
     inputs, store = load_inputs(base), FeatureStore(base.data.path)
     samples = [store[index] for index in inputs.train_indices]
-    num_tokens, share = largest_micro_batch(inputs, 5)
+    num_tokens, share = largest_micro_batch(inputs.store, inputs.train_indices, 5)
     assert num_tokens == max(sample.input_ids.numel() for sample in samples)
     total = sum(sample.input_ids.numel() for sample in samples)
     assert share == pytest.approx(sum(sample.last_rows.numel() for sample in samples) / total)
-    assert largest_micro_batch(inputs, 4096)[0] == 4096
-    assert largest_micro_batch(inputs, 4, num_sharing=3)[0] == -(-num_tokens // 3)
+    assert largest_micro_batch(inputs.store, inputs.train_indices, 4096)[0] == 4096
+    assert largest_micro_batch(inputs.store, inputs.train_indices, 4, num_sharing=3)[0] == -(-num_tokens // 3)
 
 
 def test_no_layers_are_not_the_default_ones(base: TrainConfig) -> None:

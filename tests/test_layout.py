@@ -37,6 +37,7 @@ ALLOWED_MODULES = {
     "evaluation.simulate": {"training.packs", "training.prefetch"},
     "features.making": {"capture.foreign", "capture.importing"},
     "training.inputs": {"prompts.tokenizers"},
+    "training.planning": {"plan"},
 }
 SPOKEN_EVERYWHERE = {"config", "config_file", "cli", "files", "loading"}
 

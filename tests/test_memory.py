@@ -26,7 +26,7 @@ from eagle3.draft.objective import ttt_sums
 from eagle3.draft.target_weights import TargetWeights
 from eagle3.draft.ttt import PackedSequences
 from eagle3.training.distributed import Setup
-from eagle3.training.memory import ZERO_BUCKET_BYTES, MemoryPlan, _num_parameters, log_plan
+from eagle3.training.memory import ZERO_BUCKET_BYTES, MemoryPlan, log_plan, parameter_sizes
 
 META = torch.device("meta")
 ROW_KERNELS = SimpleNamespace(
@@ -232,7 +232,7 @@ def test_the_estimate_is_near_what_a_gpu_took() -> None:
 @pytest.mark.parametrize("fc_norm", [False, True])
 def test_every_parameter_is_counted(fc_norm: bool) -> None:
     drafter = tiny_drafter(fc_norm=fc_norm)
-    assert _num_parameters(drafter.config).total == sum(parameter.numel() for parameter in drafter.parameters())
+    assert parameter_sizes(drafter.config).total == sum(parameter.numel() for parameter in drafter.parameters())
 
 
 def test_zero_shares_masters_and_moments_among_ranks() -> None:
@@ -245,7 +245,7 @@ def test_zero_shares_masters_and_moments_among_ranks() -> None:
 
 def test_ddp_keeps_its_gradients() -> None:
     alone, two = (plan_of(D4096, setup=Setup(None, ranks)).estimate(8192, 8192) for ranks in (1, 2))
-    assert two.gradients - alone.gradients == 4 * _num_parameters(D4096).total
+    assert two.gradients - alone.gradients == 4 * parameter_sizes(D4096).total
 
 
 def test_no_more_is_made_again_than_has_to_be() -> None:
@@ -276,7 +276,7 @@ def test_an_average_of_the_weights_lies_where_the_moments_do(setup: Setup) -> No
     plain = plan_of(D4096, setup=setup)
     averaged = dataclasses.replace(plain, has_average=True)
     added = averaged.estimate(100, 50).optimizer - plain.estimate(100, 50).optimizer
-    assert added == 4 * _num_parameters(D4096).total // setup.num_ranks  # fp32
+    assert added == 4 * parameter_sizes(D4096).total // setup.num_ranks  # fp32
 
 
 def test_the_docs_say_what_the_targets_head_takes() -> None:
@@ -299,6 +299,6 @@ def test_the_docs_say_what_the_targets_head_takes() -> None:
 
 def test_the_docs_say_what_a_save_of_the_largest_head_takes() -> None:
     docs = (Path(__file__).parent.parent / "docs/TRAINING.md").read_text(encoding="utf-8")
-    number = _num_parameters(D7168_FULL).total
+    number = parameter_sizes(D7168_FULL).total
     # Master and two moments in fp32, and an average of the weights.
     assert f"{number / 1e9:.2f} B\nparameters {12 * number / 1e9:.0f} GB each ({16 * number / 1e9:.0f} GB with" in docs

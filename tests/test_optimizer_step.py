@@ -12,7 +12,6 @@ from torch import Tensor
 from eagle3.config import ObjectiveConfig, OptimizerConfig
 from eagle3.draft.ttt import pack
 from eagle3.training.optimizer_step import MetricSums, check_losses, count_rows, learning_rate_at, loss_weights
-from eagle3.training.packs import CodedPack
 
 OBJECTIVE = ObjectiveConfig(ttt_steps=3, ttt_decay=0.5)
 
@@ -23,7 +22,7 @@ def f64(*values: float) -> Tensor:
 
 def test_rows_are_counted_by_draft_step() -> None:
     masks = {"a": [0, 0, 1, 1, 1, 1], "b": [0, 1, 1, 0, 1]}
-    packs = [CodedPack.of(pack([random_sample(name, mask)])) for name, mask in masks.items()]
+    packs = [pack([random_sample(name, mask)]) for name, mask in masks.items()]
     # Answers of 4, 2 and 1 tokens: one row fewer than tokens at step 0, one fewer at each later step.
     assert count_rows(packs, 3).tolist() == [3 + 1, 2, 1]
     assert count_rows([], 3).tolist() == [0, 0, 0]

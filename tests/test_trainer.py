@@ -134,7 +134,7 @@ def test_a_device_with_the_drafted_rows_alone_trains_the_same(
 
     monkeypatch.setattr(trainer, "TTTModule", make_noted)
     run_dir = train(with_run(config, dir=str(tmp_path / "run")))
-    monkeypatch.setattr(trainer, "device_weights", lambda inputs, embeddings: inputs.target)
+    monkeypatch.setattr(trainer, "device_weights", lambda target, target_ids, embeddings: target)
     assert_same_bits(run_dir, train(with_run(config, dir=str(tmp_path / "whole"))))
     assert held == [48, 320]
 

@@ -34,7 +34,7 @@ def test_flops_are_those_of_the_products_that_torch_counts() -> None:
 def test_attention_is_counted_by_the_keys_that_rows_see() -> None:
     packed = CodedPack.of(pack([random_sample("s", [0] * 10 + [1] * 4)]))
     # Rows 9, 10, 11 are counted at 3, 2 and 1 steps and see 10, 11 and 12 keys.
-    assert count_attended([packed], 3).tolist() == [10 + 11 + 12, 10 + 11, 10]
+    assert count_attended([packed.tokens], 3).tolist() == [10 + 11 + 12, 10 + 11, 10]
     assert count_attended([], 3).tolist() == [0.0, 0.0, 0.0]
     config = tiny_drafter().config
     assert step_flops(config, 0, [0.0], 64.0) == 14 * config.num_attention_heads * config.head_dim * 64

@@ -75,6 +75,11 @@ class TTTModule(nn.Module):
         return sums.loss, torch.stack([sums.step_loss, sums.num_counted, sums.num_top1, sums.acceptance])
 
 
+def state_kinds(*, has_average: bool) -> tuple[str, ...]:
+    """Returns what a checkpoint keeps of each parameter, in fp32."""
+    return (MASTER, *MOMENTS, EMA) if has_average else (MASTER, *MOMENTS)
+
+
 class Engine:
     """Forward, backward and update of a module over all ranks."""
 
@@ -101,7 +106,7 @@ class Engine:
             self._set_masters(initial.__getitem__)
         self._ema_decay = config.optimizer.ema_decay
         self._num_updates = 0
-        self._kinds = (MASTER, *MOMENTS) if self._ema_decay is None else (MASTER, *MOMENTS, EMA)
+        self._kinds = state_kinds(has_average=self._ema_decay is not None)
         if self._ema_decay is not None:
             self._init_optimizer_state(num_steps=0)
         for group in self._optimizer.param_groups:

@@ -4,17 +4,19 @@ Everything here is done before the ranks meet: reading a large store takes longe
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from eagle3.cli import counted
 from eagle3.config import DataConfig, TrainConfig, UserError
 from eagle3.draft.draft_vocab import DraftVocab, build_draft_vocab, draft_vocab_size, tau_ceiling
 from eagle3.draft.initial import drafter_config_from_target, init_drafter
-from eagle3.draft.model import Eagle3Drafter
+from eagle3.draft.model import DrafterConfig, Eagle3Drafter
 from eagle3.draft.serving_config import to_serving_config
 from eagle3.draft.target_weights import (
     TargetWeights,
@@ -37,6 +39,19 @@ CEILING_SAMPLES = 500  # enough for two digits of tau, in a second
 
 
 @dataclass(frozen=True)
+class Basis:
+    """Samples, and what a drafter for them looks like, of which no weight is made yet."""
+
+    store: Samples
+    train_indices: list[int]
+    held_out_indices: list[int]
+    target: TargetWeights
+    target_config: dict[str, Any]
+    draft_vocab: DraftVocab
+    drafter_config: DrafterConfig
+
+
+@dataclass(frozen=True)
 class Inputs:
     """Samples, the drafter to train on it, and what the losses need of the target; all on the CPU."""
 
@@ -50,6 +65,24 @@ class Inputs:
 
 def load_inputs(config: TrainConfig, samples: Samples | None = None) -> Inputs:
     """Opens the store, unless `samples` are given, and makes the untrained drafter.
+
+    Raises:
+        UserError: as `read_basis`, or the drafter could not be exported later.
+    """
+    basis = read_basis(config, samples)
+    drafter = Eagle3Drafter(basis.drafter_config)
+    _log_ceiling(
+        basis.draft_vocab, basis.store, basis.held_out_indices or basis.train_indices, config.objective.ttt_steps
+    )
+    init_drafter(
+        drafter, basis.target, basis.draft_vocab, seed=config.run.seed, init_from_target=config.draft.init_from_target
+    )
+    to_serving_config(drafter.config, basis.target_config, torch.bfloat16)  # refuses now what could not be exported
+    return Inputs(basis.store, basis.train_indices, basis.held_out_indices, basis.target, basis.target_config, drafter)
+
+
+def read_basis(config: TrainConfig, samples: Samples | None = None) -> Basis:
+    """Opens the store, unless `samples` are given, and compares it with target and config.
 
     Raises:
         UserError: a setting makes no sense, store, target and config do not belong together, or nothing is left to
@@ -76,23 +109,27 @@ def load_inputs(config: TrainConfig, samples: Samples | None = None) -> Inputs:
     target = load_target_weights(target_path)
     token_counts, must_keep = store.token_counts(train_indices), kept_token_ids(target_path, tokenizer)
     draft = replace(config.draft, draft_vocab_size=draft_vocab_size(config.draft, token_counts, must_keep))
-    drafter = Eagle3Drafter(drafter_config_from_target(target_config, draft, capture_layers))
-    draft_vocab = build_draft_vocab(token_counts, draft.draft_vocab_size, must_keep)
-    _log_ceiling(draft_vocab, store, held_out_indices or train_indices, config.objective.ttt_steps)
-    init_drafter(drafter, target, draft_vocab, seed=config.run.seed, init_from_target=config.draft.init_from_target)
-    to_serving_config(drafter.config, target_config, torch.bfloat16)  # refuses now what could not be exported later
-    return Inputs(store, train_indices, held_out_indices, target, target_config, drafter)
+    return Basis(
+        store=store,
+        train_indices=train_indices,
+        held_out_indices=held_out_indices,
+        target=target,
+        target_config=target_config,
+        draft_vocab=build_draft_vocab(token_counts, draft.draft_vocab_size, must_keep),
+        drafter_config=drafter_config_from_target(target_config, draft, capture_layers),
+    )
 
 
-def device_weights(inputs: Inputs, embeddings: Literal["device", "host"]) -> TargetWeights:
+def device_weights(
+    target: TargetWeights, target_ids: Tensor, embeddings: Literal["device", "host"]
+) -> TargetWeights:  # (W,)
     """Returns what every device must hold of the target: of its head the drafted rows, since packs have normalisers.
 
     With embeddings on the host the table is empty. Nothing is copied but those rows.
     """
-    weights = inputs.target
     if embeddings == "host":
-        weights = replace(weights, embed_tokens=weights.embed_tokens[:0])
-    return weights.drafted(inputs.drafter.target_ids)
+        target = replace(target, embed_tokens=target.embed_tokens[:0])
+    return target.drafted(target_ids)
 
 
 def _log_ceiling(vocab: DraftVocab, store: Samples, indices: list[int], num_draft_tokens: int) -> None:
@@ -138,13 +175,15 @@ def split_samples(store: Samples, data: DataConfig) -> tuple[list[int], list[int
     return usable["training"].indices, usable["held-out"].indices
 
 
-def largest_micro_batch(inputs: Inputs, batch_tokens: int, num_sharing: int = 1) -> tuple[int, float]:
+def largest_micro_batch(
+    store: Samples, indices: Sequence[int], batch_tokens: int, num_sharing: int = 1
+) -> tuple[int, float]:
     """Returns the tokens of the largest micro-batch, and the share of tokens that are supervised in the store.
 
     `num_sharing` ranks split a sample that is longer than a micro-batch.
     A store may keep last states of other tokens, too; all of those count here.
     """
-    entries = [inputs.store.entries[index] for index in inputs.train_indices]
+    entries = [store.entries[index] for index in indices]
     num_tokens = sum(entry.num_tokens for entry in entries)
     share = sum(entry.num_last for entry in entries) / num_tokens
     longest = max(entry.num_tokens for entry in entries)

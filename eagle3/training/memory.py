@@ -72,7 +72,7 @@ class MemoryPlan:
 
     def estimate(self, num_tokens: int, num_rows: int, *, num_recomputed: int = 0) -> MemoryEstimate:
         """Estimates a micro-batch of T tokens, at `num_rows` of which the drafter runs."""
-        sizes = _num_parameters(self.config)
+        sizes = parameter_sizes(self.config)
         kept_bytes = MOMENTS_BYTES + (FP32 if self.has_average else 0)
         if self.setup.zero_stage is None:
             # Parameters are cast: all but the head for the whole of a step.
@@ -147,8 +147,22 @@ def plan_memory(
     has_average: bool = False,
 ) -> MemoryPlan:
     """Plans for a GPU on which the target's weights are, and nothing else of ours that is not in the estimate."""
-    tensors = {id(tensor): tensor for tensor in (target.embed_tokens, target.lm_head, target.norm)}
     num_free, _ = torch.cuda.mem_get_info(device)
+    capacity = int(USABLE_SHARE * (num_free + torch.cuda.memory_reserved(device)))
+    return plan_for(config, setup, target, ttt_steps, capacity, has_average=has_average)
+
+
+def plan_for(
+    config: DrafterConfig,
+    setup: Setup,
+    target: TargetWeights,
+    ttt_steps: int,
+    capacity: int,
+    *,
+    has_average: bool = False,
+) -> MemoryPlan:
+    """Plans for GPUs of which training may take `capacity` bytes, the `target`'s weights in their dtype there."""
+    tensors = {id(tensor): tensor for tensor in (target.embed_tokens, target.lm_head, target.norm)}
     return MemoryPlan(
         config=config,
         setup=setup,
@@ -156,7 +170,7 @@ def plan_memory(
         target_bytes=sum(tensor.nbytes for tensor in tensors.values()),
         has_average=has_average,
         copies_head=target.lm_head.shape[0] > config.draft_vocab_size or target.lm_head.dtype != torch.bfloat16,
-        capacity=int(USABLE_SHARE * (num_free + torch.cuda.memory_reserved(device))),
+        capacity=capacity,
     )
 
 
@@ -181,7 +195,7 @@ def log_plan(plan: MemoryPlan, num_tokens: int, supervised_share: float) -> None
 
 
 @dataclass(frozen=True)
-class _Sizes:
+class ParameterSizes:
     """Parameters of the parts of a drafter."""
 
     layer: int  # with its norms
@@ -191,14 +205,16 @@ class _Sizes:
 
     @property
     def total(self) -> int:
+        """All that are trained."""
         return self.layer + self.head + self.fuse
 
 
-def _num_parameters(config: DrafterConfig) -> _Sizes:
+def parameter_sizes(config: DrafterConfig) -> ParameterSizes:
+    """Counts the parameters of a drafter of these sizes, without making one."""
     hidden, queries = config.hidden_size, config.num_attention_heads * config.head_dim
     keys_values = 2 * config.num_key_value_heads * config.head_dim
     joined = 2 * hidden * (queries + keys_values) + 2 * hidden * config.intermediate_size
-    return _Sizes(
+    return ParameterSizes(
         layer=joined + queries * hidden + hidden * config.intermediate_size + 4 * hidden,
         joined=joined,
         head=config.draft_vocab_size * hidden,

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from eagle3.config import ObjectiveConfig, OptimizerConfig, UserError
+from eagle3.draft.ttt import PackedSequences
 from eagle3.training.batches import StepBatch
 from eagle3.training.distributed import reduce_sum
 from eagle3.training.engine import Engine
 from eagle3.training.faults import out_of_memory_message
-from eagle3.training.packs import CodedPack, on_device
+from eagle3.training.packs import on_device
 from eagle3.training.timing import Mark, StepMarks
 
 
@@ -89,7 +90,8 @@ def take_step(
     """
     objective, device, size = engine.module.objective, engine.world.device, engine.world.size
     real = [pack for pack in batch.packs[: len(batch.packs) - batch.has_filler] if not pack.is_blank]
-    own = [count(real, objective.ttt_steps) for count in (count_rows, count_attended)]
+    tokens = [pack.tokens for pack in real]
+    own = [count(tokens, objective.ttt_steps) for count in (count_rows, count_attended)]
     num_counted, num_attended = reduce_sum(torch.cat(own).to(device)).chunk(2)  # (K,) each
     met = Mark(device)
     # Both wrappers average gradients over the ranks; the factor makes that a sum.
@@ -147,21 +149,21 @@ def _run_micro_batches(
     return losses, sums, forward_done
 
 
-def count_rows(packs: Sequence[CodedPack], ttt_steps: int) -> Tensor:  # (K,) fp64
+def count_rows(packs: Sequence[PackedSequences], ttt_steps: int) -> Tensor:  # (K,) fp64
     """Returns how many rows the packs count at each draft step."""
     counts = torch.zeros(ttt_steps, dtype=torch.float64)
     for packed in packs:
-        counts += torch.tensor([rows.numel() for rows in packed.tokens.counted(ttt_steps)], dtype=torch.float64)
+        counts += torch.tensor([rows.numel() for rows in packed.counted(ttt_steps)], dtype=torch.float64)
     return counts
 
 
-def count_attended(packs: Sequence[CodedPack], ttt_steps: int) -> Tensor:  # (K,) fp64
+def count_attended(packs: Sequence[PackedSequences], ttt_steps: int) -> Tensor:  # (K,) fp64
     """Returns how many step-0 keys the packs' rows see at each draft step, added up over rows."""
     counts = torch.zeros(ttt_steps, dtype=torch.float64)
-    for pack in packs:
-        keys = pack.tokens.positions.cpu().double() + 1  # (T,) that a row sees
+    for packed in packs:
+        keys = packed.positions.cpu().double() + 1  # (T,) that a row sees
         # (K + 1,) of the rows that are counted at 0..K steps, then of those at so many or more.
-        by_steps = torch.bincount(pack.tokens.steps_per_row(ttt_steps), weights=keys, minlength=ttt_steps + 1)
+        by_steps = torch.bincount(packed.steps_per_row(ttt_steps), weights=keys, minlength=ttt_steps + 1)
         counts += by_steps.flip(0).cumsum(0).flip(0)[1:]
     return counts
 

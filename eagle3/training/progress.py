@@ -106,7 +106,7 @@ class StepLog:
             "%.1f GiB  %s left",
             self._at(step), loss, tau, _digits(positions["top1"]), _digits(positions["acceptance"]), self._grad_norm,
             learning_rate, tokens_per_second, supervised_per_second, limit,
-            " ".join(f"{name} {share:.1%}" for name, share in shares.items()), memory / 2**30, _duration(seconds_left),
+            " ".join(f"{name} {share:.1%}" for name, share in shares.items()), memory / 2**30, duration(seconds_left),
         )  # fmt: skip
         for rank, ratio in find_stragglers([facts.seconds.forward for facts in ranks]).items():
             logger.warning(
@@ -213,6 +213,7 @@ def _digits(values: Sequence[float]) -> str:
     return " ".join(f"{value:.3f}" for value in values)
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Returns hours, minutes and seconds as people read them: `12:04:59`."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"

@@ -5,7 +5,7 @@ Types are the config's business; here are the numbers that no run survives, and 
 
 import math
 
-from eagle3.config import TrainConfig, UserError
+from eagle3.config import RunConfig, TrainConfig, UserError
 
 DRAFT_SIZES = ("draft_vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 MAX_LEARNING_RATE = 1e3  # far above any that trains; the first step's of AdamW, ten times this, must fit fp32
@@ -13,6 +13,12 @@ MAX_MINUTES = 1e6  # two years; what torch counts a timeout in has an end
 # Step 64 weighs 0.8 ** 63, next to nothing; and by then 8,192 supervised tokens at D 7168 take 110 GiB of a GPU.
 MAX_TTT_STEPS = 64
 MAX_SEED = 2**32  # times the stride between epochs, it is within torch's 64 bits
+
+
+def num_steps_of(run: RunConfig, steps_per_epoch: int) -> int:
+    """Returns the optimizer steps of a whole run."""
+    num_steps = run.epochs * steps_per_epoch
+    return num_steps if run.max_steps is None else min(num_steps, run.max_steps)
 
 
 def check_settings(config: TrainConfig) -> None:

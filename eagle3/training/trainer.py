@@ -46,6 +46,7 @@ from eagle3.training.progress import StepLog, progress_bars
 from eagle3.training.results import HELD_OUT, facts, show_inputs, show_results
 from eagle3.training.saves import Saver
 from eagle3.training.sequence_split import Ranks
+from eagle3.training.settings import num_steps_of
 from eagle3.training.stopping import StopSignal, has_ended
 from eagle3.training.validation import validate
 from eagle3.training.watch import Watch
@@ -110,7 +111,7 @@ def train_among_ranks(
     """Trains as one of the ranks, which have met, until it is done or is to `stop`; returns the run's directory."""
     dtype = TARGET_DTYPES[config.target.dtype]
     add_normalisers(inputs.store, inputs.train_indices + inputs.held_out_indices, inputs.target, world, dtype)
-    target = device_weights(inputs, config.data.embeddings).to(world.device, dtype)
+    target = device_weights(inputs.target, inputs.drafter.target_ids, config.data.embeddings).to(world.device, dtype)
     module = TTTModule(inputs.drafter, target, config.objective, bf16=config.run.mixed_precision == "bf16")
     # As the file has them they stay mapped, so that the ranks of a machine share them.
     module.host_embeddings = inputs.target.embed_tokens.to(dtype) if config.data.embeddings == "host" else None
@@ -127,7 +128,8 @@ def train_among_ranks(
             has_average=config.optimizer.ema_decay is not None,
         )
         num_sharing = world.size if config.data.split_sequences else 1
-        log_plan(module.memory_plan, *largest_micro_batch(inputs, config.data.batch_tokens, num_sharing))
+        largest = largest_micro_batch(inputs.store, inputs.train_indices, config.data.batch_tokens, num_sharing)
+        log_plan(module.memory_plan, *largest)
     batches = Batches(
         inputs.store,
         inputs.train_indices,
@@ -137,9 +139,7 @@ def train_among_ranks(
         embed_tokens=module.host_embeddings,
         pin=world.device.type == "cuda",
     )
-    num_steps = config.run.epochs * batches.steps_per_epoch
-    if config.run.max_steps is not None:
-        num_steps = min(num_steps, config.run.max_steps)
+    num_steps = num_steps_of(config.run, batches.steps_per_epoch)
 
     with contextlib.ExitStack() as locks:
         run_dir, state = begin_or_resume(config, inputs, engine, locks)

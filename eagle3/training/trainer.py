@@ -17,23 +17,11 @@ from eagle3.config import TrainConfig, UserError
 from eagle3.draft.export import TRAINED_ON, export_drafter
 from eagle3.draft.questions import QUESTIONS_NAME, write_questions
 from eagle3.features.samples import Samples
-from eagle3.tracking import Tracker, identify, lock_run, new_run_dir, open_board, run_dir_to_resume, write_provenance
+from eagle3.tracking import Tracker
 from eagle3.training.batches import Batches, StepBatch
-from eagle3.training.checkpoints import (
-    TrainState,
-    check_same_run,
-    initial_state,
-    newest_checkpoint,
-)
-from eagle3.training.distributed import (
-    World,
-    check_same,
-    ending_together,
-    from_main,
-    on_every_rank,
-    quiet_other_ranks,
-    start,
-)
+from eagle3.training.beginning import begin_or_resume, open_tracker
+from eagle3.training.checkpoints import TrainState
+from eagle3.training.distributed import World, on_every_rank, quiet_other_ranks, start
 from eagle3.training.engine import Engine, TTTModule
 from eagle3.training.faults import LossSpikes, keep_stopped
 from eagle3.training.inputs import Inputs, device_weights, largest_micro_batch, load_inputs
@@ -43,7 +31,7 @@ from eagle3.training.normalisers import add_normalisers
 from eagle3.training.optimizer_step import StepResult, learning_rate_at, take_step
 from eagle3.training.prefetch import prefetched
 from eagle3.training.progress import StepLog, progress_bars
-from eagle3.training.results import HELD_OUT, facts, show_inputs, show_results
+from eagle3.training.results import HELD_OUT, show_results
 from eagle3.training.saves import Saver
 from eagle3.training.sequence_split import Ranks
 from eagle3.training.settings import num_steps_of
@@ -154,7 +142,7 @@ def finish(run: Run, state: TrainState, stop: StopSignal) -> None:
         logger.info("%s is complete: %d of %s", run.dir, state.step, counted(run.num_steps, "step"))
     else:
         with (
-            open_tracker(run, state) as tracker,
+            open_tracker(run.config, run.inputs, run.engine, run.dir, state) as tracker,
             stop,
             Saver(run.engine, run.dir, settings) as saver,
             Watch(world, timeout=settings.timeout, before_end=saver.finish) as watch,
@@ -306,59 +294,3 @@ def validate_and_export(
             )
             write_questions(run.dir / QUESTIONS_NAME, {HELD_OUT: validation.questions})
         return state
-
-
-def begin_or_resume(
-    config: TrainConfig, inputs: Inputs, engine: Engine, locks: contextlib.ExitStack
-) -> tuple[Path, TrainState]:
-    """Returns the run's directory and where it stands, with the engine brought there; the main rank decides.
-
-    It is this command's until `locks` are closed.
-
-    Raises:
-        UserError: the run to resume has other maths or another store, or another command trains it.
-    """
-    world = engine.world
-    state = initial_state(config, inputs.store)
-    check_same("the store's digest", state.store_digest)
-    old_dir = checkpoint = None
-    with ending_together():
-        if world.is_main:
-            old_dir = run_dir_to_resume(config.run)
-            if old_dir is not None:
-                locks.enter_context(lock_run(old_dir))
-            checkpoint = None if old_dir is None else newest_checkpoint(old_dir)
-    checkpoint = from_main(checkpoint)
-    if checkpoint is not None:
-        check_same_run(checkpoint, state)
-        with checkpoint.open_tensors() as tensors:
-            engine.load_state(tensors.get_tensor, checkpoint.state.step)
-        logger.info("resumed %s", checkpoint.path)
-        run_dir, state = checkpoint.path.parent, checkpoint.state
-    else:
-        run_dir = Path(config.run.dir)
-        with ending_together():
-            if world.is_main:
-                run_dir = new_run_dir(run_dir)
-                locks.enter_context(lock_run(run_dir))
-        run_dir = from_main(run_dir)
-        reason = "" if old_dir is None else f": {old_dir} has no whole checkpoint to go on from"
-        logger.info("new run in %s%s", run_dir, reason)
-    with ending_together():
-        if world.is_main:
-            identity = identify(
-                run_dir, config.tracking, "train", inputs=[Path(config.data.path)], resumes=checkpoint is not None
-            )
-            write_provenance(run_dir, identity, config, facts(config, inputs, engine, state))
-    return run_dir, state
-
-
-def open_tracker(run: Run, state: TrainState) -> contextlib.AbstractContextManager[Tracker | None]:
-    """Opens the run's tracker on the main rank; the others get None."""
-    tracker = None
-    with ending_together():
-        if run.engine.world.is_main:
-            board = open_board(run.dir, run.config.tracking)
-            tracker = Tracker(run.dir, board, step=state.step, is_validated=state.validated_step == state.step)
-            show_inputs(tracker, run.inputs.store, state.store_digest)
-    return contextlib.nullcontext() if tracker is None else tracker

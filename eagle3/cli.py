@@ -80,9 +80,6 @@ def run_command(main: Callable[[], None]) -> None:
         sys.exit(130)
 
 
-PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
-
-
 def _follow_launcher() -> None:
     """Has this process get a SIGTERM when its launcher dies, if that is accelerate's for one process.
 

@@ -38,6 +38,7 @@ from eagle3.capture.engine import SetAside
 from eagle3.capture.extraction import run_extraction
 from eagle3.capture.inprocess import TransformersEngine
 from eagle3.capture.launch import ServerError
+from eagle3.capture.progress import LiveProgress
 from eagle3.capture.streaming import StateMaker, streamed_samples
 from eagle3.cli import run_command
 from eagle3.config import ExtractConfig, RegenerateConfig, StoreConfig, TrainConfig, UserError, config_to_dict
@@ -253,9 +254,17 @@ def test_what_has_no_answer_is_counted_and_nothing_but_that_is_an_error(
         write_answers(config)
     assert f"stopped: 4 of 8 conversations are answered in {config.store.path}; the same command" in caplog.text
     monkeypatch.setattr(TransformersEngine, "generate", refuse)
+    begin, begun = LiveProgress.begin, []
+
+    def note(progress: LiveProgress, num_rows: int, num_done: int) -> None:
+        begun.append((num_rows, num_done))
+        begin(progress, num_rows, num_done)
+
+    monkeypatch.setattr(LiveProgress, "begin", note)
     write_answers(config)
+    assert begun == [(8, 4)], "rows of earlier runs tell nothing of the time left"
     assert f"4 of 8 conversations are answered in {config.store.path}; answers: " in caplog.text
-    assert "4 conversations have no answer and are left out: line 5, " in caplog.text
+    assert "left out: 4 conversations without an answer, the first on line 5, " in caplog.text
     (Path(config.store.path) / "answers.jsonl").unlink()
     write_answers(config)
     none = r"at least one conversation must have an answer, got none of 8 .*answer them"

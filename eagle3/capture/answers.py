@@ -6,15 +6,22 @@ answered again with the same batch mates or not at all, so that a resumed run ha
 
 import json
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from eagle3.capture.regenerate import Answered
-from eagle3.config import UserError
+from eagle3.capture.engine import Engine, SetAside
+from eagle3.capture.generation import Generation
+from eagle3.capture.interrupts import Interrupts
+from eagle3.capture.progress import ExtractionReport, LiveProgress
+from eagle3.capture.regenerate import Answered, answer_conversations
+from eagle3.capture.target import Target
+from eagle3.config import RegenerateConfig, UserError
 from eagle3.prompts.conversations import BadRow, Conversation
 
 ANSWERS_NAME = "answers.jsonl"
+CHUNK_BATCHES = 4  # of answers, between two writes of the log: a kill loses at most these
 
 
 class AnswerLog:
@@ -77,3 +84,59 @@ class AnswerLog:
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
+
+
+class Answerer:
+    """Has the target answer conversations chunk after chunk, logs each chunk, and counts what comes of it."""
+
+    def __init__(
+        self,
+        settings: RegenerateConfig,
+        engine: Engine,
+        target: Target,
+        log: AnswerLog,
+        *,
+        report: ExtractionReport,
+        progress: LiveProgress,
+        interrupts: Interrupts,
+        max_tokens: int,
+    ) -> None:
+        """Prompt and answers together have at most `max_tokens`."""
+        self._settings = settings
+        self._engine = engine
+        self._target = target
+        self._log = log
+        self._report = report
+        self._progress = progress
+        self._interrupts = interrupts
+        self._max_tokens = max_tokens
+        # Chunks are those of the file, whatever is done already: an answer keeps its batch mates, and with them its
+        # rounding, when a run is resumed.
+        self.chunk_size = CHUNK_BATCHES * engine.num_answers_together(settings)
+
+    def answers(self, chunk: Sequence[Conversation]) -> list[Answered | BadRow]:
+        """Returns the answers of a chunk, which are asked for unless all are logged."""
+        target, report = self._target, self._report
+        if not all(conversation.id in self._log for conversation in chunk):
+            answered = answer_conversations(chunk, target.renderer, target.tokenizer, self._generate, self._max_tokens)
+            with self._interrupts.held():
+                self._log.append(chunk, answered)
+        results = [self._log.read(conversation) for conversation in chunk]
+        for result in results:
+            if isinstance(result, BadRow):
+                report.num_bad_rows += 1
+            else:
+                report.num_unfinished += result.num_unfinished
+                report.num_looped += result.num_looped
+                report.num_reencoded += result.num_reencoded
+                report.num_turns_dropped += result.num_turns_dropped
+        return results
+
+    def _generate(self, prompts: list[list[int]]) -> Sequence[Generation | SetAside]:
+        def count(num_tokens: int) -> None:
+            self._report.num_generated += num_tokens
+            self._report.generation_seconds = before + time.monotonic() - started
+            self._progress.show()
+
+        before, started = self._report.generation_seconds, time.monotonic()
+        return self._engine.generate(prompts, self._settings, max_tokens=self._max_tokens, on_tokens=count)

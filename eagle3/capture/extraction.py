@@ -12,18 +12,18 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from eagle3.board import check_backend, feature_store
 from eagle3.capture.answers import ANSWERS_NAME
 from eagle3.capture.client import SGLangEngine
 from eagle3.capture.engine import Engine
 from eagle3.capture.interrupts import Interrupts
-from eagle3.capture.parity import TargetFacts, read_target
+from eagle3.capture.parity import TargetFacts
 from eagle3.capture.pipeline import QUARANTINE_NAME, REJECTED_NAME, Pipeline
 from eagle3.capture.progress import ExtractionReport
 from eagle3.capture.running_engine import engine_version, running_engine
 from eagle3.capture.selection import Selection, TooLong, select_rows
+from eagle3.capture.target import Target, open_target
 from eagle3.cli import counted
 from eagle3.config import ExtractConfig, UserError
 from eagle3.features.codec import Codec, codec_named
@@ -41,10 +41,10 @@ from eagle3.features.store import FeatureStore, digest_store
 from eagle3.features.writer import FeatureWriter, side_path
 from eagle3.plan import ExtractionPlan, SampleSize, plan_extraction, readable_bytes
 from eagle3.prompts.conversations import BadRow
-from eagle3.prompts.rendering import ChatRenderer, make_renderer
+from eagle3.prompts.rendering import ChatRenderer
 from eagle3.prompts.server_rendering import compare_with_server
 from eagle3.prompts.sources import digest_sources, find_sources
-from eagle3.prompts.tokenizers import load_tokenizer, tokenizer_digest
+from eagle3.prompts.tokenizers import tokenizer_digest
 from eagle3.tracking import git_state, identify, open_board, write_provenance
 
 logger = logging.getLogger(__name__)
@@ -63,19 +63,17 @@ def run_extraction(config: ExtractConfig) -> ExtractionReport:
     check_backend(config.tracking)
     if config.prompts.path is None:
         raise UserError("prompts.path must be a file, got none; name one with --prompts")
-    tokenizer = load_tokenizer(config.target.path, config.target.trust_remote_code)
-    facts = read_target(config.target)
-    renderer = make_renderer(tokenizer, config.prompts)
-    max_tokens = min(config.prompts.max_tokens, facts.max_tokens)
-    selection = select_rows(config.prompts, renderer, config.regenerate, max_tokens=max_tokens)
+    target = open_target(config)
+    max_tokens = min(config.prompts.max_tokens, target.facts.max_tokens)
+    selection = select_rows(config.prompts, target.renderer, config.regenerate, max_tokens=max_tokens)
     selection = selection.share(config.store.writer, config.store.num_writers)
-    manifest = build_manifest(config, facts, renderer, tokenizer)
+    manifest = build_manifest(config, target)
     store, store_path = config.store, Path(config.store.path)
     side = side_path(store_path, store.writer)
     stored_ids, quarantined_ids = _stored(store_path, manifest), _quarantined(side)
     done = stored_ids | quarantined_ids
     todo = [row.size for row in selection.rows if row.conversation.id not in done]
-    plan = plan_of(config, facts, todo, len(stored_ids))
+    plan = plan_of(config, target.facts, todo, len(stored_ids))
     logger.info("%s", plan)
     plan.check()
     report = ExtractionReport(num_stored_before=len(stored_ids), num_quarantined=len(quarantined_ids))
@@ -98,18 +96,18 @@ def run_extraction(config: ExtractConfig) -> ExtractionReport:
             write_provenance(
                 side, identity, config, {"seeds": {"regenerate": config.regenerate.seed}, "digests": digests}
             )
-            engine = stack.enter_context(running_engine(config, facts, tokenizer))
+            engine = stack.enter_context(running_engine(config, target))
             if engine.max_tokens < max_tokens:
                 logger.warning("the engine takes %d tokens, fewer than the %d asked for", engine.max_tokens, max_tokens)
                 max_tokens = engine.max_tokens
-                selection = select_rows(config.prompts, renderer, config.regenerate, max_tokens=max_tokens)
+                selection = select_rows(config.prompts, target.renderer, config.regenerate, max_tokens=max_tokens)
                 selection = selection.share(store.writer, store.num_writers)
-            _compare_rendering(engine, selection, renderer)
+            _compare_rendering(engine, selection, target.renderer)
         _write_rejected(writer.side_path, selection.rejected)
         report.num_bad_rows, report.num_too_long = len(selection.bad_rows), len(selection.too_long)
         if todo:
             pipeline = Pipeline(
-                config, engine, tokenizer, renderer, writer, report=report, interrupts=interrupts, max_tokens=max_tokens
+                config, engine, target, writer, report=report, interrupts=interrupts, max_tokens=max_tokens
             )
             try:
                 pipeline.run(selection.rows, quarantined_ids)
@@ -181,11 +179,9 @@ def check_settings(config: ExtractConfig) -> None:
         raise UserError("some settings cannot be captured with:\n" + "\n".join(problems) + "\nchange them")
 
 
-def build_manifest(
-    config: ExtractConfig, facts: TargetFacts, renderer: ChatRenderer, tokenizer: PreTrainedTokenizerBase
-) -> Manifest:
+def build_manifest(config: ExtractConfig, target: Target) -> Manifest:
     """Returns what the store of an extraction says of itself."""
-    target_path, regenerate = Path(config.target.path), config.regenerate
+    facts, target_path, regenerate = target.facts, Path(config.target.path), config.regenerate
     generation = {
         "max_new_tokens": regenerate.max_new_tokens,
         "temperature": regenerate.temperature,
@@ -207,8 +203,8 @@ def build_manifest(
         codec=store_codec(config),
         hidden_size=facts.hidden_size,
         vocab_size=facts.vocab_size,
-        tokenizer_digest=tokenizer_digest(tokenizer),
-        chat_template_digest=renderer.template_digest(),
+        tokenizer_digest=tokenizer_digest(target.tokenizer),
+        chat_template_digest=target.renderer.template_digest(),
         prompts_digest=digest_sources(find_sources(str(config.prompts.path))),
         last_rows=config.store.last_rows,
         generation=generation if regenerate.enabled else {},
@@ -296,13 +292,7 @@ def _log_report(report: ExtractionReport, store_path: Path) -> None:
         readable_bytes(_shard_bytes(store_path)),
         f"; {report.rates()}" if report.rates() else "",
     )
-    logger.info(
-        "answers: %d reached a token limit, %s cut, %d not supervised for encoding otherwise, %s dropped",
-        report.num_unfinished,
-        counted(report.num_looped, "loop"),
-        report.num_reencoded,
-        counted(report.num_turns_dropped, "turn"),
-    )
+    logger.info("%s", report.answers())
     logger.info(
         "left out: %s and %d too long (%s), %s without usable features (%s)",
         counted(report.num_bad_rows, "bad row"),

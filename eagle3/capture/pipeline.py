@@ -14,17 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
-from eagle3.capture.answers import AnswerLog
+from eagle3.capture.answers import Answerer, AnswerLog
 from eagle3.capture.engine import Captured, CodedCapture, Engine, SetAside
 from eagle3.capture.faults import find_coded_fault, find_fault
-from eagle3.capture.generation import Generation
 from eagle3.capture.interrupts import Interrupts
 from eagle3.capture.parity import GATE_SAMPLES, check_parity
 from eagle3.capture.progress import ExtractionReport, LiveProgress
-from eagle3.capture.regenerate import Answered, answer_conversations
 from eagle3.capture.selection import Row
+from eagle3.capture.target import Target
 from eagle3.config import ExtractConfig, UserError
 from eagle3.features.index import write_atomically
 from eagle3.features.record import FeatureSample, supervised_rows
@@ -32,7 +30,6 @@ from eagle3.features.stored import OPTIONAL_COLUMNS, ColumnKind, StoredSample, c
 from eagle3.features.writer import FeatureWriter
 from eagle3.prompts.conversations import BadRow
 from eagle3.prompts.lengths import render_row
-from eagle3.prompts.rendering import ChatRenderer
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +38,6 @@ QUARANTINE_NAME = "quarantine.jsonl"  # samples without usable features, of all 
 PARITY_NAME = "parity.json"  # what the gates saw, of the latest run
 MAX_PROBED_SHARE = 0.01  # of the rows, prefilled twice more to learn the speed of plain prefill
 MIN_PROBED = 8  # sequences, or that speed says nothing
-CHUNK_BATCHES = 4  # of answers, between two writes of the log: a kill loses at most these
 
 
 @dataclass(frozen=True)
@@ -60,8 +56,7 @@ class Pipeline:
         self,
         config: ExtractConfig,
         engine: Engine,
-        tokenizer: PreTrainedTokenizerBase,
-        renderer: ChatRenderer,
+        target: Target,
         writer: FeatureWriter,
         *,
         report: ExtractionReport,
@@ -70,8 +65,7 @@ class Pipeline:
     ) -> None:
         self._config = config
         self._engine = engine
-        self._tokenizer = tokenizer
-        self._renderer = renderer
+        self._target = target
         self._writer = writer
         self._report = report
         self._interrupts = interrupts
@@ -91,17 +85,17 @@ class Pipeline:
         missing = {row.conversation.id for row in rows} - done
         self._num_rows = len(rows)
         self._progress.begin(len(rows), len(rows) - len(missing))
-        answers = AnswerLog(self._writer.side_path)
+        log = AnswerLog(self._writer.side_path)
         try:
             with self._progress:
                 if self._config.regenerate.enabled:
-                    self._answer_and_capture(rows, missing, answers)
+                    self._answer_and_capture(rows, missing, log)
                 else:
                     self._capture(self._given([row for row in rows if row.conversation.id in missing]))
                 with self._interrupts.held():
                     self._writer.flush()
         finally:
-            answers.close()
+            log.close()
         if not self._writer.stored_ids:
             raise UserError(
                 f"at least one sample must be stored, got none of {len(rows)} ({self._writer.path}); "
@@ -109,47 +103,36 @@ class Pipeline:
             )
 
     def _answer_and_capture(self, rows: Sequence[Row], missing: set[str], log: AnswerLog) -> None:
-        # Chunks are those of the file, whatever is done already: an answer keeps its batch mates, and with them its
-        # rounding, when a run is resumed.
-        chunk_size = CHUNK_BATCHES * self._engine.num_answers_together(self._config.regenerate)
-        for start in range(0, len(rows), chunk_size):
-            chunk = rows[start : start + chunk_size]
+        answerer = Answerer(
+            self._config.regenerate,
+            self._engine,
+            self._target,
+            log,
+            report=self._report,
+            progress=self._progress,
+            interrupts=self._interrupts,
+            max_tokens=self._max_tokens,
+        )
+        for start in range(0, len(rows), answerer.chunk_size):
+            chunk = rows[start : start + answerer.chunk_size]
             if any(row.conversation.id in missing for row in chunk):
-                self._capture([each for each in self._answered(chunk, log) if each.row.conversation.id in missing])
+                answered = self._answered(chunk, answerer)
+                self._capture([each for each in answered if each.row.conversation.id in missing])
 
     def _given(self, rows: Sequence[Row]) -> Iterator[_Tokens]:
         for row in rows:
-            rendered = render_row(self._renderer, row.conversation)
+            rendered = render_row(self._target.renderer, row.conversation)
             yield _Tokens(row, rendered.input_ids, rendered.loss_mask)
 
-    def _answered(self, chunk: Sequence[Row], log: AnswerLog) -> list[_Tokens]:
-        conversations = [row.conversation for row in chunk]
-        if not all(conversation.id in log for conversation in conversations):
-            answered = answer_conversations(
-                conversations, self._renderer, self._tokenizer, self._generate, self._max_tokens
-            )
-            with self._interrupts.held():
-                log.append(conversations, answered)
+    def _answered(self, chunk: Sequence[Row], answerer: Answerer) -> list[_Tokens]:
         tokens = []
-        for row in chunk:
-            result = log.read(row.conversation)
+        for row, result in zip(chunk, answerer.answers([row.conversation for row in chunk]), strict=True):
             if isinstance(result, BadRow):
-                self._report.num_bad_rows += 1
                 _append_line(self._writer.side_path / REJECTED_NAME, asdict(result))
                 self._progress.show(advance=1)
-                continue
-            self._count(result)
-            tokens.append(_Tokens(row, result.input_ids, result.loss_mask))
+            else:
+                tokens.append(_Tokens(row, result.input_ids, result.loss_mask))
         return tokens
-
-    def _generate(self, prompts: list[list[int]]) -> Sequence[Generation | SetAside]:
-        def count(num_tokens: int) -> None:
-            self._report.num_generated += num_tokens
-            self._report.generation_seconds = before + time.monotonic() - started
-            self._progress.show()
-
-        before, started = self._report.generation_seconds, time.monotonic()
-        return self._engine.generate(prompts, self._config.regenerate, max_tokens=self._max_tokens, on_tokens=count)
 
     def _capture(self, tokens: Iterable[_Tokens]) -> None:
         waiting = iter(tokens)
@@ -277,12 +260,6 @@ class Pipeline:
     def _last_rows(self, loss_mask: Tensor) -> Tensor:  # (T,) -> (R,)
         every_row = torch.arange(loss_mask.numel(), dtype=torch.int32)
         return every_row if self._config.store.last_rows == "all" else supervised_rows(loss_mask)
-
-    def _count(self, answered: Answered) -> None:
-        self._report.num_unfinished += answered.num_unfinished
-        self._report.num_looped += answered.num_looped
-        self._report.num_reencoded += answered.num_reencoded
-        self._report.num_turns_dropped += answered.num_turns_dropped
 
 
 def _append_line(path: Path, values: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from eagle3.capture.engine import StagingUse
+from eagle3.cli import counted
 from eagle3.plan import readable_bytes
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,14 @@ class ExtractionReport:
     generation_seconds: float = 0.0
     capture_seconds: float = 0.0
     plain_tokens_per_second: float | None = None  # of the same prefills, unrecorded; null: not measured
+
+    def answers(self) -> str:
+        """Returns what became of the answers."""
+        return (
+            f"answers: {self.num_unfinished} reached a token limit, {counted(self.num_looped, 'loop')} cut, "
+            f"{self.num_reencoded} not supervised for encoding otherwise, {counted(self.num_turns_dropped, 'turn')} "
+            f"dropped"
+        )
 
     def rates(self) -> str:
         """Returns tokens per second of both stages, and what recording leaves of plain prefill's."""

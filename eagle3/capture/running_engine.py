@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import PreTrainedTokenizerBase
 
 from eagle3.capture.client import SGLangEngine
 from eagle3.capture.engine import Engine
 from eagle3.capture.inprocess import TransformersEngine
 from eagle3.capture.launch import ServerError, installed_version
-from eagle3.capture.parity import TargetFacts
 from eagle3.capture.server import Server, ServerFacts, capturing_servers
+from eagle3.capture.target import Target
 from eagle3.config import ExtractConfig, ServerConfig, TargetConfig
 from eagle3.features.manifest import digest_target_config, digest_target_weights
 
@@ -37,15 +36,15 @@ def engine_version(config: ExtractConfig) -> str:
 
 
 @contextmanager
-def running_engine(config: ExtractConfig, facts: TargetFacts, tokenizer: PreTrainedTokenizerBase) -> Iterator[Engine]:
+def running_engine(config: ExtractConfig, opened: Target) -> Iterator[Engine]:
     """Loads the target into this process, or starts or attaches to the servers that run it.
 
     Raises:
         UserError: the target cannot be loaded, or a server does not run it as the config says.
     """
-    target, layers = config.target, facts.capture_layers
+    target, layers = config.target, opened.facts.capture_layers
     if config.engine == "transformers":
-        yield TransformersEngine(target, layers, tokenizer, batch_tokens=config.batch_tokens)
+        yield TransformersEngine(target, layers, opened.tokenizer, batch_tokens=config.batch_tokens)
         return
     server_config = with_target_flags(config.server, target)
     codec = None if config.store.codec == "exact" else config.store.codec

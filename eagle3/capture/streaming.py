@@ -15,10 +15,11 @@ from eagle3.capture.answers import ANSWERS_NAME, AnswerLog
 from eagle3.capture.engine import Captured, CodedCapture, Engine, SetAside
 from eagle3.capture.extraction import build_manifest, check_settings
 from eagle3.capture.faults import find_fault
-from eagle3.capture.parity import GATE_SAMPLES, check_parity, read_target
+from eagle3.capture.parity import GATE_SAMPLES, check_parity
 from eagle3.capture.regenerate import Answered
 from eagle3.capture.running_engine import running_engine
 from eagle3.capture.selection import select_rows
+from eagle3.capture.target import open_target
 from eagle3.config import ExtractConfig, UserError
 from eagle3.features.manifest import Manifest, check_same_capture, read_manifest
 from eagle3.features.record import FeatureSample, supervised_rows
@@ -26,8 +27,7 @@ from eagle3.features.stream import SampleStream, TokenSample
 from eagle3.features.writer import side_path
 from eagle3.prompts.conversations import Conversation
 from eagle3.prompts.lengths import render_row
-from eagle3.prompts.rendering import Rendered, make_renderer
-from eagle3.prompts.tokenizers import load_tokenizer
+from eagle3.prompts.rendering import Rendered
 
 logger = logging.getLogger(__name__)
 
@@ -44,21 +44,19 @@ def streamed_samples(config: ExtractConfig, path: str) -> Iterator[SampleStream]
     """
     check_settings(config)
     check_stream_settings(config, path)
-    tokenizer = load_tokenizer(config.target.path, config.target.trust_remote_code)
-    facts = read_target(config.target)
-    renderer = make_renderer(tokenizer, config.prompts)
+    target = open_target(config)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))  # where engine=transformers puts the target
-    with running_engine(with_share_of_staging(config), facts, tokenizer) as engine:
-        max_tokens = min(config.prompts.max_tokens, facts.max_tokens, engine.max_tokens)
-        rows = select_rows(config.prompts, renderer, config.regenerate, max_tokens=max_tokens).rows
+    with running_engine(with_share_of_staging(config), target) as engine:
+        max_tokens = min(config.prompts.max_tokens, target.facts.max_tokens, engine.max_tokens)
+        rows = select_rows(config.prompts, target.renderer, config.regenerate, max_tokens=max_tokens).rows
         # A commit of ours changes nothing about the samples: a run goes on after an upgrade.
-        manifest = replace(build_manifest(config, facts, renderer, tokenizer), git_commit=None)
+        manifest = replace(build_manifest(config, target), git_commit=None)
         conversations = [row.conversation for row in rows]
         if config.regenerate.enabled:
             tokens = answered_tokens(config, conversations, manifest, path)
         else:
-            tokens = [token_sample(each.id, render_row(renderer, each)) for each in conversations]
+            tokens = [token_sample(each.id, render_row(target.renderer, each)) for each in conversations]
         if os.environ.get("RANK", "0") == "0":
             first = [each.input_ids.tolist() for each in tokens[:GATE_SAMPLES]]
             report = check_parity(engine, config.target, first, None)

@@ -78,7 +78,7 @@ class Launched:
     log: Path
 
     def wait_for(self, happens: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 240
         while not happens():
             assert self.process.poll() is None, self.log.read_text()[-4000:]
             assert time.monotonic() < deadline, self.log.read_text()[-4000:]
@@ -90,7 +90,7 @@ class Launched:
 
     def ends(self) -> str:
         """Waits for its end with an error; returns what it said."""
-        assert self.process.wait(timeout=120) == 1, self.log.read_text()[-4000:]
+        assert self.process.wait(timeout=240) == 1, self.log.read_text()[-4000:]
         return self.log.read_text()
 
     def pid_of_rank(self, rank: int) -> int:
@@ -206,7 +206,7 @@ def test_answers_alone_are_the_same_after_a_kill_and_are_trained_on(served: Serv
             num_answered = log.read_bytes().count(b"\n")
             assert 0 < num_answered < 36
             answering = start(command, directory)
-        assert answering.process.wait(timeout=120) == 0, answering.log.read_text()
+        assert answering.process.wait(timeout=240) == 0, answering.log.read_text()
         logs.append(log.read_bytes())
         assert logs[-1].count(b"\n") == 36
     assert logs[0] == logs[1]

@@ -8,6 +8,7 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from eagle3.config import UserError
 from eagle3.files import FULL
@@ -27,6 +28,22 @@ def command_parser(description: str, default_config: str) -> argparse.ArgumentPa
 def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the arguments, options and overrides in any order; `argv` is the command line's unless given."""
     return parser.parse_intermixed_args(argv)
+
+
+def file_to_write(text: str) -> Path:
+    """Reads from the command line where a file is to be written, so that no work is done for nothing."""
+    if Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"must be a file, got the directory {text!r}")
+    return Path(text)
+
+
+def directory_to_write(text: str) -> Path:
+    """Reads from the command line where a directory is to be written."""
+    if "://" in text:
+        raise argparse.ArgumentTypeError(f"must be a directory: nothing is written to URLs, got {text!r}")
+    if Path(text).exists() and not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"must be a directory, got the file {text!r}")
+    return Path(text)
 
 
 def run_command(main: Callable[[], None]) -> None:

@@ -7,13 +7,14 @@ A setting that is not a field here does not exist: a YAML file or an override th
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NewType
+from typing import Annotated, Any, Literal, NewType
 
 
 class UserError(ValueError):
     """Wrong input, config or environment: commands print the message alone and exit with code 2."""
 
 
+Written = Annotated[str, "a directory that is written"]  # of this machine or a mounted one: no URL
 DeepSpeedFile = NewType("DeepSpeedFile", str)  # the stem or name of a JSON under configs/deepspeed/, or a path
 
 
@@ -91,7 +92,7 @@ class ServerConfig:
 class StoreConfig:
     """Where captured features go."""
 
-    path: str  # a directory
+    path: Written
     codec: Literal["exact", "int8", "fp8"] = "exact"  # exact: the target's dtype; the others take a byte a number
     shard_bytes: int = 256 * 2**20  # a shard is written when its samples reach this size; a kill loses at most four
     quota_bytes: int | None = None  # stop cleanly, resumable, before the store grows past it; null: free disk only
@@ -181,7 +182,7 @@ class OptimizerConfig:
 class RunConfig:
     """How long a run goes on, and what it leaves behind."""
 
-    dir: str = "ckpts/run"  # a taken name gets -2, -3, ...: a run never writes into another's directory
+    dir: Written = "ckpts/run"  # a taken name gets -2, -3, ...: a run never writes into another's directory
     resume: str = "never"  # never | auto (the newest run of this dir, if any) | a run directory
     epochs: int = 1
     max_steps: int | None = None  # optimizer steps; null: all of the epochs
@@ -250,7 +251,7 @@ class EvaluateConfig:
     store: str | None = None  # also simulate over this store's held-out samples; null: do not
     explain: bool = False  # also look for what keeps acceptance low, as `python -m eagle3 doctor` does
     compare_untrained: bool = False  # also measure the drafter of the same shape with the target's head and norm
-    out: str = "ckpts/evaluation"  # directory for result.json and questions.jsonl
+    out: Written = "ckpts/evaluation"  # directory for result.json and questions.jsonl
     seed: int = 0
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 

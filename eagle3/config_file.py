@@ -9,12 +9,12 @@ import re
 import types
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
 from eagle3.cli import counted
-from eagle3.config import DeepSpeedFile, EvaluateConfig, ExtractConfig, InspectConfig, TrainConfig, UserError
+from eagle3.config import DeepSpeedFile, EvaluateConfig, ExtractConfig, InspectConfig, TrainConfig, UserError, Written
 
 CONFIG_ROOT = Path(__file__).resolve().parent.parent / "configs"
 
@@ -49,7 +49,12 @@ def load_config(cls: type[Config], path: Path | None, overrides: Sequence[str] =
     """
     problems: list[str] = []
     settings = _read_yaml(path) if path is not None else {}
+    given: dict[str, str] = {}
     for override in overrides:
+        name = override.partition("=")[0]
+        if name in given:
+            problems.append(f"  {name} must be given once, got {given[name]!r} and {override!r}; leave one away")
+        given[name] = override
         _apply_override(settings, override, problems)
     config = _build(cls, settings, "", problems)
     if problems:
@@ -62,7 +67,17 @@ def load_config(cls: type[Config], path: Path | None, overrides: Sequence[str] =
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads as text what YAML 1.1 takes for dates, base 60 and octals: names look like them, no number does."""
+    """Reads as text what YAML 1.1 takes for dates, base 60 and octals: names look like them, no number does.
+
+    A setting that comes twice is refused, where YAML takes the last one.
+    """
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for index, name in enumerate(names):
+            if name in names[:index] and name != "<<":
+                raise yaml.constructor.ConstructorError(problem=f"{name} comes twice", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -102,7 +117,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 def _apply_override(settings: dict[str, Any], override: str, problems: list[str]) -> None:
     name, equals, text = override.partition("=")
     if not equals or not name:
-        problems.append(f"  an override must be section.field=value, got {override!r}")
+        problems.append(f"  an override must be section.field=value, got {override!r}; see --help for options")
         return
     *sections, last = name.split(".")
     for section in sections:
@@ -116,11 +131,12 @@ def _apply_override(settings: dict[str, Any], override: str, problems: list[str]
 
 
 def _build(cls: type[Any], settings: Any, where: str, problems: list[str]) -> Any:
-    if not isinstance(settings, dict):
-        problems.append(f"  {where.rstrip('.')} must be a mapping of settings, got {settings!r}")
-        return None
-    hints = get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}
+    if not isinstance(settings, dict):
+        known = ", ".join(where + name for name in fields)
+        problems.append(f"  {where.rstrip('.')} must be a mapping of settings, got {settings!r}; known here: {known}")
+        return None
+    hints = get_type_hints(cls, include_extras=True)
     for name in settings:
         if name not in fields:
             close = difflib.get_close_matches(str(name), fields, n=1)
@@ -139,6 +155,11 @@ def _convert(hint: Any, value: Any, where: str, problems: list[str]) -> Any:
     """Returns `value` as `hint` says, or notes the problem; ints become floats, nothing else changes kind."""
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return _build(hint, value, where + ".", problems)
+    if hint == Written:
+        if isinstance(value, str) and "://" in value:
+            problems.append(f"  {where} must be a directory: nothing is written to URLs, got {value!r}")
+            return None
+        hint = str
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         if value is None and type(None) in arguments:
@@ -173,6 +194,8 @@ def _convert(hint: Any, value: Any, where: str, problems: list[str]) -> Any:
 
 def _describe(hint: Any) -> str:
     origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _describe(arguments[0])
     if origin in (Union, types.UnionType):
         return " or ".join(_describe(argument) for argument in arguments)
     if origin is Literal:
@@ -181,7 +204,7 @@ def _describe(hint: Any) -> str:
         shipped = sorted(path.stem for path in (CONFIG_ROOT / "deepspeed").glob("*.json"))
         return f"{', '.join(map(repr, shipped))} or the path of a DeepSpeed JSON"
     if origin is list:
-        return f"a list of {_describe(arguments[0])}"
+        return f"a list, each {_describe(arguments[0])}"
     if origin is dict or dataclasses.is_dataclass(hint):
         return "a mapping"
     return {str: "text", int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}[hint]

@@ -1,5 +1,6 @@
 """What every command shares."""
 
+import argparse
 import errno
 import os
 import re
@@ -11,7 +12,15 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY
 
-from eagle3.cli import command_parser, counted, parse_arguments, run_command
+from eagle3.__main__ import run_subcommand
+from eagle3.cli import (
+    command_parser,
+    counted,
+    directory_to_write,
+    file_to_write,
+    parse_arguments,
+    run_command,
+)
 from eagle3.config import UserError
 from eagle3.loading import loading
 
@@ -167,3 +176,41 @@ def test_a_broken_pipe_that_is_not_ours_keeps_its_traceback() -> None:
 @pytest.mark.parametrize(("number", "said"), [(0, "0 rows"), (1, "1 row"), (2, "2 rows"), (1200, "1,200 rows")])
 def test_what_is_counted_is_named_in_its_number(number: int, said: str) -> None:
     assert counted(number, "row") == said
+
+
+def test_where_something_is_to_be_written_is_looked_at_before_the_work(tmp_path: Path) -> None:
+    file, new = tmp_path / "file", tmp_path / "new"
+    file.write_text("")
+    assert [file_to_write(str(path)) for path in (file, new)] == [file, new]
+    assert [directory_to_write(str(path)) for path in (tmp_path, new)] == [tmp_path, new]
+    with pytest.raises(argparse.ArgumentTypeError, match=f"must be a file, got the directory '{tmp_path}'"):
+        file_to_write(str(tmp_path))
+    with pytest.raises(argparse.ArgumentTypeError, match=f"must be a directory, got the file '{file}'"):
+        directory_to_write(str(file))
+    with pytest.raises(argparse.ArgumentTypeError, match="nothing is written to URLs, got 's3://b/o'"):
+        directory_to_write("s3://b/o")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["simulate", "s", "--target", "t", "--drafter", "d", "--out", "DIR"],
+        ["questions", "math", "--out", "DIR"],
+        ["prompts", "p", "--rejected", "DIR"],
+        ["features", "stats", "s", "--out", "DIR"],
+        ["compare", "a", "b", "--out", "FILE"],
+        ["export", "c", "--out", "FILE"],
+        ["features", "merge", "a", "b", "FILE"],
+    ],
+)
+def test_every_command_looks_where_it_is_to_write(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    paths = {"DIR": str(tmp_path), "FILE": str(tmp_path / "file")}
+    with pytest.raises(SystemExit) as exit_info:
+        run_subcommand([paths.get(each, each) for each in arguments])
+    assert exit_info.value.code == 2
+    assert re.search(
+        r"argument .*: must be a (file, got the directory|directory, got the file) '", capsys.readouterr().err
+    )

@@ -314,7 +314,7 @@ def test_a_file_without_ids_is_refused(tmp_path: Path, content: bytes, message: 
         (["merge", "s", "o", "--shard-bytes", "1e9"], "argument --shard-bytes: must be a whole number .*, got '1e9'"),
         (
             ["merge", "s", "s3://b/o"],
-            "argument out: must be a directory: stores are not written to URLs, got 's3://b/o'",
+            "argument out: must be a directory: nothing is written to URLs, got 's3://b/o'",
         ),
     ],
 )

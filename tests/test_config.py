@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,11 +76,11 @@ def test_required_settings_are_named() -> None:
 
 
 def test_a_section_that_is_no_mapping_is_refused() -> None:
-    with pytest.raises(UserError, match="target must be a mapping of settings, got 'x'"):
+    with pytest.raises(UserError, match=r"target must be a mapping of settings, got 'x'; known here: target\.path, "):
         load_config(TrainConfig, None, ["target=x", "data.path=store"])
 
 
-@pytest.mark.parametrize("override", ["data.seed=true", "data.seed=1.5", "data.path=null", "run.deterministic=1"])
+@pytest.mark.parametrize("override", ["data.seed=true", "data.seed=1.5", "run.dir=null", "run.deterministic=1"])
 def test_kinds_are_not_mixed_up(override: str) -> None:
     with pytest.raises(UserError, match="1 problem"):
         load_config(TrainConfig, None, [*MINIMAL_TRAIN, override])
@@ -112,6 +113,34 @@ def test_a_file_that_is_not_yaml_or_no_mapping_is_refused(tmp_path: Path) -> Non
         load_config(TrainConfig, write(tmp_path / "a.yaml", "a: [1"))
     with pytest.raises(UserError, match="config must be a mapping of settings, got list"):
         load_config(TrainConfig, write(tmp_path / "b.yaml", "- 1\n"))
+
+
+def test_a_setting_that_is_given_twice_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="1 problem") as error_info:
+        load_config(TrainConfig, None, [*MINIMAL_TRAIN, "data.seed=1", "data.seed=2"])
+    assert "data.seed must be given once, got 'data.seed=1' and 'data.seed=2'; leave one away" in str(error_info.value)
+    path = write(tmp_path / "a.yaml", "data:\n  seed: 1\n  path: a\n  seed: 2\n")
+    with pytest.raises(UserError, match=rf"config must be YAML in UTF-8, got {path}: seed comes twice\n.*line 2"):
+        load_config(TrainConfig, path)
+
+
+def test_a_list_says_what_its_entries_are() -> None:
+    with pytest.raises(UserError, match=r"target.capture_layers must be a list, each a whole number, got 3"):
+        load_config(TrainConfig, None, [*MINIMAL_TRAIN, "target.capture_layers=3"])
+
+
+@pytest.mark.parametrize(
+    ("config", "others", "name"),
+    [
+        (ExtractConfig, ["target.path=t"], "store.path"),
+        (TrainConfig, MINIMAL_TRAIN, "run.dir"),
+        (EvaluateConfig, [], "out"),
+    ],
+)
+def test_nothing_is_written_to_urls(config: Any, others: list[str], name: str) -> None:
+    load_config(config, None, [*others, f"{name}=a/b"])
+    with pytest.raises(UserError, match=rf"{name} must be a directory: nothing is written to URLs, got 's3://a/b'"):
+        load_config(config, None, [*others, f"{name}=s3://a/b"])
 
 
 def test_a_config_is_found_as_typed_or_among_the_shipped_ones(tmp_path: Path) -> None:

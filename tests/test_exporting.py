@@ -54,8 +54,11 @@ def test_what_cannot_be_exported_is_said(base: TrainConfig, tmp_path: Path) -> N
     other = write_tiny_target(tmp_path / "other", num_hidden_layers=5)
     with pytest.raises(UserError, match="layers"):
         export_checkpoint(checkpoint, tmp_path / "out", other)
-    with pytest.raises(UserError, match=r"a checkpoint must be whole, got .*step-000099"):
+    wrong = "a checkpoint must be a directory RUN/step-NNNNNN, got '.*%s'; %s"
+    with pytest.raises(UserError, match=wrong % ("step-000099", "correct the path")):
         export_checkpoint(run_dir / "step-000099", tmp_path / "out")
+    with pytest.raises(UserError, match=wrong % (run_dir.name, rf"name one of .*{checkpoint.name} in it")):
+        export_checkpoint(run_dir, tmp_path / "out")
     tensors = checkpoint / "state.safetensors"
     damaged = bytearray(tensors.read_bytes())
     damaged[-1] ^= 1

@@ -191,6 +191,16 @@ def test_an_engine_that_is_not_there_names_the_one_that_is(tiny_target: Path, tm
     assert not (tmp_path / "store").exists()
 
 
+def test_a_store_where_a_file_is_cannot_be_made(tiny_target: Path, tmp_path: Path) -> None:
+    (tmp_path / "store").write_text("")
+    with pytest.raises(
+        UserError, match=rf"  store.path must be a directory, got the file '{tmp_path / 'store'}'\nchange"
+    ):
+        run_extraction(make_config(tiny_target, tmp_path))
+    with pytest.raises(UserError, match=r"store.path must be a directory, got the file"):
+        plan([f"target.path={tiny_target}", f"store.path={tmp_path / 'store'}", "--prompts", "none"])
+
+
 def test_settings_that_cannot_work_are_named_all_at_once(tiny_target: Path, tmp_path: Path) -> None:
     config = make_config(tiny_target, tmp_path, batch_tokens=0, max_quarantined_share=-0.1)
     regenerate = RegenerateConfig(max_new_tokens=0, batch_size=0, temperature=-1.0, top_p=1.5)

@@ -41,6 +41,11 @@ def test_each_set_is_read_as_conversations(tmp_path: Path, name: str) -> None:
         assert first.rstrip() in conversation.messages[0]["content"]
 
 
+def test_a_source_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--from must be a file or a folder, got nothing at '.*none'; check the path"):
+        main(["math", "--from", str(tmp_path / "none"), "--out", str(tmp_path / "out.jsonl")])
+
+
 def test_files_may_be_lists_and_gzipped(tmp_path: Path) -> None:
     listed, zipped = tmp_path / "a.json", tmp_path / "b.jsonl.gz"
     listed.write_text(json.dumps([ROWS["alpaca"], ROWS["alpaca"]]))

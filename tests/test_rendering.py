@@ -354,6 +354,9 @@ def test_a_template_of_the_config_replaces_the_tokenizers(tmp_path: Path) -> Non
     expected = ChatRenderer(make_tokenizer(LLAMA3_TEMPLATE, LLAMA3_SPECIALS), {"mood": "Hi"}, train_on="last")
     assert renderer.render(TALK) == expected.render(TALK)
     assert renderer.template_digest() == expected.template_digest()
+    for nothing in (tmp_path, tmp_path / "none", path / "below"):
+        with pytest.raises(UserError, match=rf"prompts\.chat_template must be a file, got none at '{nothing}'; check"):
+            make_renderer(tokenizer, PromptsConfig(chat_template=str(nothing)))
     path.write_bytes(b"\xff")
     with pytest.raises(UserError, match=r"prompts\.chat_template must be text in UTF-8, got .*mine\.jinja"):
         make_renderer(tokenizer, config)

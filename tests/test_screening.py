@@ -87,6 +87,14 @@ def test_a_question_set_without_questions_is_named(tmp_path: Path) -> None:
         QuestionSets([str(path)])
 
 
+def test_a_question_set_that_is_not_there_is_said_of_its_setting(tmp_path: Path) -> None:
+    wanted = (
+        r"prompts\.exclude must name question sets that can be read: prompts must be a file, got no file at '.*/none'"
+    )
+    with pytest.raises(UserError, match=wanted):
+        QuestionSets([str(tmp_path / "none")])
+
+
 def test_a_question_set_with_a_row_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     path = tmp_path / "bench.jsonl"
     path.write_text('{"prompt": "Why?"}\n{"question_text": "Why not?"}\n')

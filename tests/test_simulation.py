@@ -95,6 +95,12 @@ def test_drafters_are_told_apart_and_numbers_are_whole_on_80_columns(
             assert any(number in line.split() for line in lines), (number, lines)
 
 
+@pytest.mark.parametrize("share", ["2", "0", "-1", "nan"])
+def test_a_share_that_is_none_is_refused(share: str) -> None:
+    with pytest.raises(UserError, match=r"--held-out-share must be above 0 and at most 1, got .*; leave it away"):
+        main(["s", "--target", "t", "--drafter", "d", "--held-out-share", share])
+
+
 def test_a_share_that_leaves_nothing_is_refused(tiny_target: Path, store: Path) -> None:
     argv = [str(store), "--target", str(tiny_target), "--drafter", str(store.parent / "drafter-0")]
     with pytest.raises(UserError, match="--held-out-share must leave samples of the store, got none of 10 with 1e-09"):

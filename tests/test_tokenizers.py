@@ -31,7 +31,9 @@ def test_a_missing_tokenizer_directory_is_named(tmp_path: Path) -> None:
 
 def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(UserError, match=r"target\.path must have a tokenizer that loads, got '/.*' \("):
+    with pytest.raises(
+        UserError, match=r"target\.path must be a Hugging Face directory, got no tokenizer in '/.*'; ch"
+    ):
         load_tokenizer(str(tmp_path), trust_remote_code=False)
 
 

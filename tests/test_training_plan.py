@@ -112,7 +112,7 @@ def test_checkpoints_that_would_fill_the_disk_are_refused(base: TrainConfig, mon
 
 
 def test_the_command_says_it_and_runs_nothing(base: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["--training", "drafter.yaml", "--gpus", "4", *overrides(base), "run.deepspeed=zero2"]
+    argv = ["--training", "drafter.yaml", "--gpus", "4", *overrides(with_run(base, deepspeed="zero2"))]
     assert plan_command.main(argv) == 0
     plan = plan_of(with_run(base, deepspeed="zero2"), num_gpus=4)
     said = capsys.readouterr().out

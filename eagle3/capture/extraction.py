@@ -169,6 +169,8 @@ def check_settings(config: ExtractConfig) -> None:
             f"  store.writer must be from 0 to below store.num_writers={config.store.num_writers}, "
             f"got {config.store.writer}"
         )
+    if Path(config.store.path).exists() and not Path(config.store.path).is_dir():
+        problems.append(f"  store.path must be a directory, got the file {config.store.path!r}")
     if not 0 <= regenerate.temperature < math.inf:
         problems.append(f"  regenerate.temperature must be 0 or more, got {regenerate.temperature}")
     if not 0 < regenerate.top_p <= 1:

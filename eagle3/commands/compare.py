@@ -2,8 +2,8 @@
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
+from eagle3.cli import directory_to_write
 from eagle3.config import UserError
 from eagle3.loading import loading
 
@@ -37,7 +37,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         help="a run's directory (or one that holds a training and its evaluation), a wandb directory or .wandb file, "
         "entity/project/run, or entity/project?group=NAME; the first one is what the others are tested against",
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="also writes comparison.html, .png and .json there")
+    parser.add_argument(
+        "--out", type=directory_to_write, metavar="DIR", help="also writes comparison.html, .png and .json there"
+    )
     parser.add_argument("--verify", action="store_true", help="derives the reported figures again from raw counters")
     parser.add_argument(
         "--seed-spread", type=float, metavar="SHARE", help="standard deviation of tau by the training's seed, over tau"

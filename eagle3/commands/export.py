@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from eagle3.cli import directory_to_write
 from eagle3.loading import loading
 
 
@@ -15,7 +16,9 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m eagle3 export", description="Exports the drafter of a checkpoint.")
     parser.add_argument("checkpoint", type=Path, help="RUN/step-NNNNNN")
-    parser.add_argument("--out", type=Path, required=True, help="a directory; an earlier export there is replaced")
+    parser.add_argument(
+        "--out", type=directory_to_write, required=True, help="a directory; an earlier export there is replaced"
+    )
     parser.add_argument("--target", type=Path, help="the target's directory (default: that of the training)")
     arguments = parser.parse_args(argv)
     with loading():

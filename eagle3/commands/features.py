@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import get_args, get_type_hints
 
+from eagle3.cli import directory_to_write, file_to_write
 from eagle3.config import StoreConfig
 from eagle3.loading import loading
 
@@ -34,18 +35,18 @@ def main(argv: Sequence[str]) -> int:
     command.add_argument(
         "--samples", type=positive, default=50, help="samples that the errors are measured on (default: %(default)s)"
     )
-    command.add_argument("--out", type=Path, help="also write the errors as JSON")
+    command.add_argument("--out", type=file_to_write, help="also write the errors as JSON")
     command = add("merge", "makes one store of several")
     command.add_argument("stores", nargs="+", metavar="store", help=STORE)
-    command.add_argument("out", type=directory, help=OUT)
+    command.add_argument("out", type=directory_to_write, help=OUT)
     add_writing_arguments(command)
     command = add("convert", "makes a store in another codec")
     command.add_argument("store", help=STORE)
-    command.add_argument("out", type=directory, help=OUT)
+    command.add_argument("out", type=directory_to_write, help=OUT)
     add_writing_arguments(command, codec_is_required=True)
     command = add("drop", "makes a store without some samples")
     command.add_argument("store", help=STORE)
-    command.add_argument("out", type=directory, help=OUT)
+    command.add_argument("out", type=directory_to_write, help=OUT)
     command.add_argument("--ids", type=Path, help="a file of the ids of samples to drop, one a line")
     command.add_argument("--max-tokens", type=positive, help="drop samples that have more tokens")
     add_writing_arguments(command)
@@ -53,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     command.add_argument(
         "source", type=Path, help="a directory of SpecForge's .ckpt (or .ckpt.gz) or vLLM's .safetensors files"
     )
-    command.add_argument("out", type=directory, help=OUT)
+    command.add_argument("out", type=directory_to_write, help=OUT)
     command.add_argument("--target", type=Path, required=True, help="the Hugging Face directory that they are of")
     command.add_argument("--layers", type=int, nargs="+", help="the layer that each state but the last enters, 0-based")
     command.add_argument(
@@ -104,10 +105,3 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
     return int(text)
-
-
-def directory(text: str) -> Path:
-    """Reads where a store is to be written."""
-    if "://" in text:
-        raise argparse.ArgumentTypeError(f"must be a directory: stores are not written to URLs, got {text!r}")
-    return Path(text)

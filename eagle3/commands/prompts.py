@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from eagle3.cli import file_to_write
 from eagle3.config import InspectConfig
 from eagle3.config_file import load_config
 from eagle3.loading import loading
@@ -24,7 +25,9 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--server", metavar="URL", help="an SGLang server of the target: does it render the same?")
     parser.add_argument("--show", type=int, default=3, metavar="N", help="rows that are shown (default: 3)")
-    parser.add_argument("--rejected", type=Path, help="where dropped rows go (default: ckpts/NAME.rejected.jsonl)")
+    parser.add_argument(
+        "--rejected", type=file_to_write, help="where dropped rows go (default: ckpts/NAME.rejected.jsonl)"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="settings of extract and train")
     arguments = parser.parse_intermixed_args(argv)
     config = load_config(InspectConfig, None, arguments.overrides)

@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from eagle3.cli import counted
+from eagle3.cli import counted, file_to_write
 from eagle3.config import UserError
 from eagle3.evaluation.question_sets import SETS, installed_file
 from eagle3.files import write_whole
@@ -22,12 +22,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("set", nargs="+", choices=sorted(SETS), help="which benchmarks")
     parser.add_argument("--from", dest="source", type=Path, help="the one set's file or folder: JSONL, JSON or Parquet")
     parser.add_argument("--first", type=int, help="only so many of each")
-    parser.add_argument("--out", type=Path, required=True, help="a JSONL file, for prompts.path")
+    parser.add_argument("--out", type=file_to_write, required=True, help="a JSONL file, for prompts.path")
     arguments = parser.parse_args(argv)
     if arguments.source is not None and len(arguments.set) > 1:
         raise UserError(f"--from must go with one set, got {', '.join(arguments.set)}; write them one by one")
     if arguments.first is not None and arguments.first < 1:
         raise UserError(f"--first must be at least 1, got {arguments.first}; leave it away for all questions")
+    if arguments.source is not None and not arguments.source.exists():
+        raise UserError(f"--from must be a file or a folder, got nothing at {str(arguments.source)!r}; check the path")
     paths = {name: arguments.source or installed_file(name) for name in arguments.set}
     with loading():
         from eagle3.evaluation.question_files import read_questions

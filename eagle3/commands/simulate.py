@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from eagle3.cli import file_to_write
 from eagle3.config import UserError
 from eagle3.loading import loading
 
@@ -28,11 +29,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--prompts", type=Path, help="the prompts file: its rows' domains get lines of their own")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: bfloat16")
     parser.add_argument("--seed", type=int, default=0, help="of the intervals (default: 0)")
-    parser.add_argument("--out", type=Path, help="a JSON file for the figures")
+    parser.add_argument("--out", type=file_to_write, help="a JSON file for the figures")
     arguments = parser.parse_args(argv)
     is_answers = arguments.store.is_file()
     if is_answers and (arguments.held_out_share is not None or arguments.prompts is not None):
         raise UserError("--held-out-share and --prompts must be left out with a file of answers, which names its sets")
+    share = arguments.held_out_share
+    if share is not None and not 0 < share <= 1:
+        raise UserError(f"--held-out-share must be above 0 and at most 1, got {share}; leave it away for all samples")
     with loading():
         from eagle3.evaluation.simulation import simulate_answers, simulate_store
     simulate = simulate_answers if is_answers else simulate_store

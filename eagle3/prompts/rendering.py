@@ -270,6 +270,10 @@ def make_renderer(tokenizer: PreTrainedTokenizerBase, config: PromptsConfig) -> 
     if config.chat_template is not None:
         try:
             template = Path(config.chat_template).read_text(encoding="utf-8")
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            raise UserError(
+                f"prompts.chat_template must be a file, got none at {config.chat_template!r}; check the path"
+            ) from None
         except ValueError as error:
             raise UserError(
                 f"prompts.chat_template must be text in UTF-8, got {one_line(error)} ({config.chat_template!r})"

@@ -41,7 +41,11 @@ class QuestionSets:
         self._whole: dict[int, str] = {}
         for path in paths:
             before = len(self._runs) + len(self._whole)
-            for row in map(parse_row, read_rows(find_sources(path), MAX_ROW_BYTES)):
+            try:
+                sources = find_sources(path)
+            except UserError as error:
+                raise UserError(f"prompts.exclude must name question sets that can be read: {error}") from None
+            for row in map(parse_row, read_rows(sources, MAX_ROW_BYTES)):
                 if isinstance(row, BadRow):
                     raise UserError(
                         f"every row of a question set must be readable, got one that is not: {row.reason} "

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import requests
 
-from eagle3.cli import counted, one_line
+from eagle3.cli import counted
 from eagle3.config import UserError
 from eagle3.prompts.answers import RenderingError
 from eagle3.prompts.conversations import Conversation
@@ -88,4 +88,4 @@ def _tokenize(url: str, request: dict[str, object]) -> requests.Response:
     try:
         return requests.post(f"{url.rstrip('/')}/tokenize", json=request, timeout=TIMEOUT_SECONDS)
     except requests.RequestException as error:
-        raise UserError(f"server must answer, got {one_line(error)} ({url}); check the address") from error
+        raise UserError(f"server must answer, got {type(error).__name__} ({url}); check the address") from error

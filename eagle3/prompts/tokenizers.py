@@ -18,6 +18,10 @@ from eagle3.config import UserError
 UNNAMED_END_TOKENS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
 
 
+# How the names of files begin of which one is there in any form of tokenizer: fast, sentencepiece, BPE, tiktoken.
+TOKENIZER_FILES = ("token", "tiktoken", "sentencepiece", "spiece", "vocab")
+
+
 def load_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """Loads the tokenizer of a Hugging Face directory.
 
@@ -27,6 +31,11 @@ def load_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBas
     """
     if not Path(path).is_dir():
         raise UserError(f"target.path must be a Hugging Face directory, got no directory at {path!r}; check the path")
+    if not any(each.name.startswith(TOKENIZER_FILES) for each in Path(path).iterdir()):
+        raise UserError(
+            f"target.path must be a Hugging Face directory, got no tokenizer in {path!r}; check the path, or download "
+            f"the model again, with all its files"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers and tokenizers raise whatever they like

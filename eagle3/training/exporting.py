@@ -15,7 +15,7 @@ from eagle3.draft.export import TRAINED_ON, export_drafter, load_drafter
 from eagle3.draft.serving_config import RECORD_KEY
 from eagle3.draft.target_weights import load_target_config
 from eagle3.tracking import read_provenance
-from eagle3.training.checkpoints import UNREADABLE, Checkpoint, read_checkpoint
+from eagle3.training.checkpoints import STEP_PATTERN, UNREADABLE, Checkpoint, read_checkpoint
 from eagle3.training.engine import EMA, MASTER
 from eagle3.training.trainer import DRAFTER_NAME
 
@@ -29,6 +29,10 @@ def export_checkpoint(path: Path, out: Path, target: Path | None = None) -> None
         UserError: the checkpoint is damaged or of no run of ours, or the target is another.
     """
     run_dir = path.parent
+    if not path.is_dir() or STEP_PATTERN.fullmatch(path.resolve().name) is None:
+        own = ", ".join(sorted(each.name for each in path.glob("step-*")))
+        remedy = f"name one of {own} in it" if own else "correct the path"
+        raise UserError(f"a checkpoint must be a directory RUN/step-NNNNNN, got {str(path)!r}; {remedy}")
     best = run_dir / DRAFTER_NAME
     if not best.is_dir():
         raise UserError(

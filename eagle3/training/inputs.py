@@ -169,8 +169,8 @@ def split_samples(store: Samples, data: DataConfig) -> tuple[list[int], list[int
     num_held_out = len(usable["held-out"].indices)
     if num_held_out < FEW_HELD_OUT:
         logger.warning(
-            "%d held-out samples hardly tell one checkpoint from another: raise data.held_out_share, or capture more",
-            num_held_out,
+            "%s can hardly tell one checkpoint from another: raise data.held_out_share, or capture more",
+            counted(num_held_out, "held-out sample"),
         )
     return usable["training"].indices, usable["held-out"].indices
 

@@ -51,7 +51,7 @@ def read_drafter_files(directory: Path) -> Reading:
         UserError: there is no such directory.
     """
     if not directory.is_dir():
-        raise UserError(f"a drafter must be a directory with config.json and weights, got {str(directory)!r}")
+        raise UserError(f"a drafter must be a directory with config.json and weights, got {str(directory)!r}; check it")
     config = _read_config(directory)
     if isinstance(config, Finding):
         return Reading(None, [config])

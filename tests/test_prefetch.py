@@ -31,6 +31,20 @@ def test_at_most_depth_results_are_made_ahead() -> None:
     assert len(made) <= 4
 
 
+def test_several_threads_load_at_once_and_in_order() -> None:
+    together = threading.Barrier(2, timeout=20)
+
+    def load(number: int) -> int:
+        together.wait()  # breaks, and is raised, unless another one is under way
+        return number
+
+    assert list(prefetched(load, range(10), depth=2, num_threads=2)) == list(range(10))
+    together = threading.Barrier(2, timeout=0.2)
+    alone = prefetched(load, range(2), depth=2)
+    with pytest.raises(threading.BrokenBarrierError):
+        list(alone)
+
+
 def test_an_error_is_raised_in_its_turn() -> None:
     results = prefetched(lambda number: 1 // (2 - number), range(9), depth=2)
     assert [next(results), next(results)] == [0, 1]

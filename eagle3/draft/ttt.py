@@ -105,8 +105,10 @@ class ChainMatches:
     matches: Tensor  # (R, K) whether, or how probably, the choice of step k at row t is x[t+2+k]; 0 where not counted
 
 
-def pack(samples: list[FeatureSample]) -> PackedSequences:
+def pack(samples: list[FeatureSample], *, pin: bool = False) -> PackedSequences:
     """Joins samples, in the order given; of none it makes a pack of no tokens.
+
+    With `pin` the states, which are most of it, come in memory that a GPU can copy from.
 
     Raises:
         UserError: a sample lacks the last hidden state of a supervised token.
@@ -122,11 +124,11 @@ def pack(samples: list[FeatureSample]) -> PackedSequences:
         positions=torch.cat([none, *(torch.arange(length) for length in lengths)]),
         loss_mask=torch.cat([none.bool(), *(sample.loss_mask for sample in samples)]),
         document_lengths=tuple(lengths),
-        aux_hidden_states=_cat_states([sample.aux_hidden_states for sample in samples]),
+        aux_hidden_states=_cat_states([sample.aux_hidden_states for sample in samples], pin=pin),
         target_rows=torch.cat(
             [none, *(sample.last_rows.long() + start for sample, start in zip(samples, starts, strict=True))]
         ),
-        last_hidden_states=_cat_states([sample.last_hidden_states for sample in samples]),
+        last_hidden_states=_cat_states([sample.last_hidden_states for sample in samples], pin=pin),
         target_logz=torch.cat(logz) if logz and len(logz) == len(samples) else None,
         sample_ids=tuple(sample.sample_id for sample in samples),
     )
@@ -312,5 +314,8 @@ def _next_tokens(packed: PackedSequences) -> Tensor:  # (T,)
     return torch.where(has_next, torch.arange(1, has_next.numel() + 1, device=has_next.device), -1)
 
 
-def _cat_states(states: list[Tensor]) -> Tensor:
-    return torch.cat(states) if states else torch.zeros(0, 0)
+def _cat_states(states: list[Tensor], *, pin: bool) -> Tensor:  # (N_i, W) -> (sum of N_i, W)
+    if not states:
+        return torch.zeros(0, 0)
+    shape = (sum(each.shape[0] for each in states), states[0].shape[1])
+    return torch.cat(states, out=torch.empty(shape, dtype=states[0].dtype, device=states[0].device, pin_memory=pin))

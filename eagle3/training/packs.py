@@ -97,11 +97,12 @@ class StreamReader:
             [
                 self._stream.without_states(index, is_supervised=is_blank) if sample is None else sample
                 for index, sample in zip(indices, made, strict=True)
-            ]
+            ],
+            pin=self._pin,
         )
         if packed.target_logz is None:
             packed = replace(packed, target_logz=self._stream.make_normalisers(packed.last_hidden_states))
-        packed = replace(packed, embeds=embedded(self._embed_tokens, packed.input_ids))
+        packed = replace(packed, embeds=embedded(self._embed_tokens, packed.input_ids, pin=self._pin))
         coded = CodedPack.of(packed, is_blank=is_blank)
         return coded.pinned() if self._pin else coded
 
@@ -184,6 +185,11 @@ def pack_reader(
         return StreamReader(samples, pin=pin, embed_tokens=embed_tokens)
     assert isinstance(samples, FeatureStore), type(samples)
     return PackReader(samples, num_threads, pin=pin, embed_tokens=embed_tokens)
+
+
+def load_threads(samples: Samples) -> int:
+    """Returns how many threads should load packs: of a stream, one waits for servers while another joins samples."""
+    return 2 if isinstance(samples, SampleStream) else 1
 
 
 def embedded(embed_tokens: Tensor | None, input_ids: Tensor, *, pin: bool = False) -> Tensor | None:  # (T,) -> (T, D)

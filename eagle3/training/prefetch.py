@@ -1,4 +1,4 @@
-"""Work that is done ahead, on a thread, in order."""
+"""Work that is done ahead, on threads, in order."""
 
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable
@@ -12,12 +12,17 @@ GIVE_UP_SECONDS = 5.0  # a launcher that asks its ranks to stop kills them 30 s 
 
 
 def prefetched(
-    load: Callable[[Item], Result], items: Iterable[Item], depth: int, gives_up: Callable[[], bool] = lambda: False
+    load: Callable[[Item], Result],
+    items: Iterable[Item],
+    depth: int,
+    gives_up: Callable[[], bool] = lambda: False,
+    *,
+    num_threads: int = 1,
 ) -> Generator[Result, None, None]:
     """Yields `load(item)` of each item, with at most `depth` results waiting; what `load` raises is raised in turn.
 
-    Close it to end the thread: what is under way is finished, nothing more is begun, nor is it after an error. Who
-    waits for a result, or for that end, is asked every few seconds whether it `gives_up`, and then leaves the thread.
+    Close it to end the threads: what is under way is finished, nothing more is begun, nor is it after an error. Who
+    waits for a result, or for that end, is asked every few seconds whether it `gives_up`, and then leaves the threads.
     """
     has_failed = has_given_up = False
 
@@ -39,7 +44,7 @@ def prefetched(
 
     under_way: deque[Future[Result]] = deque()
     rest = iter(items)
-    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
+    threads = ThreadPoolExecutor(num_threads, thread_name_prefix="prefetch")
     try:
         while True:
             while len(under_way) < depth:
@@ -47,13 +52,13 @@ def prefetched(
                     item = next(rest)
                 except StopIteration:
                     break
-                under_way.append(thread.submit(load_unless_failed, item))
+                under_way.append(threads.submit(load_unless_failed, item))
             if not under_way:
                 return
             if not waits_for([under_way[0]]):
                 return
             yield under_way.popleft().result()
     finally:
-        thread.shutdown(wait=False, cancel_futures=True)
+        threads.shutdown(wait=False, cancel_futures=True)
         if waits_for([each for each in under_way if each.running()]):
-            thread.shutdown()
+            threads.shutdown()

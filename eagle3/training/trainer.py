@@ -29,6 +29,7 @@ from eagle3.training.memory import log_plan, plan_memory
 from eagle3.training.model_card import model_card
 from eagle3.training.normalisers import add_normalisers
 from eagle3.training.optimizer_step import StepResult, learning_rate_at, take_step
+from eagle3.training.packs import load_threads
 from eagle3.training.prefetch import prefetched
 from eagle3.training.progress import StepLog, progress_bars
 from eagle3.training.results import HELD_OUT, show_results
@@ -182,7 +183,11 @@ def take_steps(run: Run, state: TrainState, session: Session) -> TrainState:
     saved_state = state
     positions = itertools.islice(run.batches.positions(state.position), run.num_steps - state.step)
     loaded = prefetched(
-        run.batches.load, positions, config.data.prefetch_steps, gives_up=lambda: session.stop.requested
+        run.batches.load,
+        positions,
+        config.data.prefetch_steps,
+        gives_up=lambda: session.stop.requested,
+        num_threads=load_threads(run.inputs.store),
     )
     with progress_bars(shown=engine.world.is_main) as bars, contextlib.closing(loaded):
         steps_bar = bars.add_task("steps", total=run.num_steps, completed=state.step)

@@ -19,7 +19,7 @@ from eagle3.training.distributed import gather, reduce_sum
 from eagle3.training.engine import Engine
 from eagle3.training.faults import out_of_memory_message
 from eagle3.training.optimizer_step import MetricSums
-from eagle3.training.packs import on_device, pack_reader
+from eagle3.training.packs import load_threads, on_device, pack_reader
 from eagle3.training.prefetch import prefetched
 from eagle3.training.stopping import StopSignal
 from eagle3.training.watch import Watch
@@ -66,7 +66,7 @@ def validate(
     reader = pack_reader(store, data.read_threads, pin=world.device.type == "cuda", embed_tokens=module.host_embeddings)
     mine = packs[world.rank :: world.size]
     wanted = ([indices[i] for i in members] for members in mine if members)
-    loaded = prefetched(reader.read, wanted, depth=2, gives_up=lambda: stop.requested)
+    loaded = prefetched(reader.read, wanted, depth=2, gives_up=lambda: stop.requested, num_threads=load_threads(store))
     while (coded := stop.next_of(loaded)) is not None:
         watch.at("validation", step)
         if stop.requested:

@@ -85,7 +85,7 @@ def run_command(main: Callable[[], None]) -> None:
             raise
         print(
             f"error: every file must be of the kind and with the rights that the run needs, got {error.strerror!r} "
-            f"({paths}); correct the path, or move away what is there",
+            f"({paths}); correct the path or its rights, or move away what is there",
             file=sys.stderr,
         )
         sys.exit(2)

@@ -19,6 +19,8 @@ from eagle3.draft.target_weights import load_target_config
 from eagle3.evaluation.simulation import read_domains
 from eagle3.evaluation.target import LocalTarget
 from eagle3.features.record import FeatureSample, is_held_out
+from eagle3.features.store import FeatureStore
+from eagle3.features.writer import FeatureWriter
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +101,14 @@ def test_drafters_are_told_apart_and_numbers_are_whole_on_80_columns(
 def test_a_share_that_is_none_is_refused(share: str) -> None:
     with pytest.raises(UserError, match=r"--held-out-share must be above 0 and at most 1, got .*; leave it away"):
         main(["s", "--target", "t", "--drafter", "d", "--held-out-share", share])
+
+
+def test_a_store_without_samples_is_refused(tmp_path: Path, tiny_target: Path, store: Path) -> None:
+    empty = tmp_path / "empty"
+    with FeatureWriter(empty, FeatureStore(store).manifest, shard_bytes=2**30):
+        pass
+    with pytest.raises(UserError, match=rf"a store must hold samples to simulate on, got none \({empty}\); capture"):
+        main([str(empty), "--target", str(tiny_target), "--drafter", str(store.parent / "drafter-0")])
 
 
 def test_a_share_that_leaves_nothing_is_refused(tiny_target: Path, store: Path) -> None:

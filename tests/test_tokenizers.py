@@ -1,5 +1,6 @@
 """A target's tokenizer loads or is refused by name; its digest, its end tokens and its answers are those of SGLang."""
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 from byte_tokenizers import CHATML_SPECIALS, LLAMA3_SPECIALS, SMOLLM2_TEMPLATE, TALK, make_tokenizer, smollm2
 from family_tokenizers import family_tokenizer
+from transformers import AutoTokenizer
 
 from eagle3.config import UserError
 from eagle3.prompts.rendering import ChatRenderer
@@ -35,6 +37,15 @@ def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
         UserError, match=r"target\.path must be a Hugging Face directory, got no tokenizer in '/.*'; ch"
     ):
         load_tokenizer(str(tmp_path), trust_remote_code=False)
+
+
+def test_a_file_without_rights_is_the_systems_word(tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "config.json")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", refuse)
+    with pytest.raises(PermissionError, match=r"config\.json"):
+        load_tokenizer(str(tiny_target), trust_remote_code=False)
 
 
 def test_a_tokenizer_that_is_none_is_one_sentence(tmp_path: Path) -> None:

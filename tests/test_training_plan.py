@@ -130,6 +130,8 @@ def test_the_command_says_it_and_runs_nothing(base: TrainConfig, capsys: pytest.
             ["--training", "drafter.yaml", "--gpus", "0", "--gpu", "TPU"],
             r"at least 1, got 0\n  --gpu must be one of H200",
         ),
+        (["--training", "drafter.yaml", "--prompts", "p.jsonl"], r"--prompts and --config must go with an extraction"),
+        (["--training", "drafter.yaml", "--config", "demo.yaml"], r"--prompts and --config must go with an extraction"),
         (["--gpus", "4"], r"--gpus and --gpu must come with --training"),
         (["--training", "none.yaml"], r"--training must be a file, got 'none.yaml'"),
         (["--training", "drafter.yaml", "data.path=live.yaml"], r"must have a store to be planned, got data.path=live"),

@@ -9,6 +9,8 @@ from eagle3.config import ExtractConfig, TrainConfig, UserError
 from eagle3.config_file import find_config, load_config
 from eagle3.loading import loading
 
+EXTRACTION = "default.yaml"  # the config of an extraction where none is named
+
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns 0.
@@ -17,7 +19,7 @@ def main(argv: Sequence[str]) -> int:
         UserError: as the extraction would, before it runs the target, or the training, before it makes a drafter: what
             cannot fit, too.
     """
-    parser = command_parser("Says what extract.py would cost with the same arguments, or train.py.", "default.yaml")
+    parser = command_parser("Says what extract.py would cost with the same arguments, or train.py.", EXTRACTION)
     parser.add_argument("--prompts", help="as of extract.py (default: prompts.path of the config)")
     parser.add_argument(
         "--training", metavar="CONFIG", help="plan a training: train.py's YAML file, such as drafter.yaml"
@@ -42,6 +44,8 @@ def main(argv: Sequence[str]) -> int:
 
 def plan_training(arguments: argparse.Namespace) -> int:
     """Prints what a training would take; returns 0."""
+    if arguments.prompts is not None or arguments.config != EXTRACTION:
+        raise UserError("--prompts and --config must go with an extraction, got --training; leave them out")
     config = load_config(TrainConfig, find_config(arguments.training, "train", "--training"), arguments.overrides)
     with loading():
         from eagle3.training.planning import read_training_plan

@@ -134,6 +134,8 @@ def run(
     drafters = {str(path): load_drafter(path, target_config).to(device, dtype).eval() for path in drafter_paths}
     for drafter in drafters.values():
         store = open_store(store_path, drafter.config, TargetConfig(str(target_path)))
+    if len(store) == 0:
+        raise UserError(f"a store must hold samples to simulate on, got none ({store_path}); capture some first")
     indices = list(range(len(store))) if held_out_share is None else store.split(held_out_share)[1]
     if not indices:
         raise UserError(

@@ -38,6 +38,8 @@ def load_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBas
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except PermissionError:
+        raise  # it names its file
     except Exception as error:  # transformers and tokenizers raise whatever they like
         raise UserError(
             f"target.path must have a tokenizer that loads, got {path!r} ({one_line(error)}); download it again"

@@ -137,16 +137,16 @@ def test_a_training_on_a_servers_stream_is_the_one_on_its_store(served: Served, 
 
 
 def test_a_server_that_hangs_is_waited_for_and_named_and_no_step_is_lost(served: Served, tmp_path: Path) -> None:
-    server = dataclasses.replace(served.config, request_timeout_seconds=5)
-    extraction = served.extraction(tmp_path, regenerate=GIVEN, server=server)
-    config = with_run(
-        train_config(extraction, tmp_path), max_steps=None, epochs=ENDLESS, save_every=ENDLESS, validate_every=ENDLESS
-    )
+    extraction = served.extraction(tmp_path, regenerate=GIVEN)
+    url = served.config.urls[0]
+    # A server then counts as hung after ten seconds, and as gone after twenty.
+    config = with_run(train_config(extraction, tmp_path), timeout=0.5, max_steps=None, epochs=ENDLESS)
+    config = with_run(config, save_every=ENDLESS, validate_every=ENDLESS)
     training = start_training(config, tmp_path)
     try:
         training.wait_for_step(config, 3)
         os.killpg(served.group, signal.SIGSTOP)
-        training.wait_for(lambda: f"{server.urls[0]} does not answer (ReadTimeout)" in training.log.read_text())
+        training.wait_for(lambda: f"{url} does not answer (ReadTimeout)" in training.log.read_text())
         os.killpg(served.group, signal.SIGCONT)
         hung_at = metrics_of(tmp_path / "streamed")[-1]["step"]
         training.wait_for_step(config, hung_at + 5)
@@ -158,7 +158,7 @@ def test_a_server_that_hangs_is_waited_for_and_named_and_no_step_is_lost(served:
     finally:
         os.killpg(served.group, signal.SIGCONT)
         training.process.kill()
-    assert f"error: the server must answer within 5 s, got ReadTimeout ({server.urls[0]}); start it again\n" in said
+    assert f"error: the server must answer within 10 s, got ReadTimeout ({url}); start it again\n" in said
     checkpoints = [path.name for path in (tmp_path / "streamed").glob("step-*")]
     assert checkpoints == [f"step-{metrics_of(tmp_path / 'streamed')[-1]['step']:06d}"]
 

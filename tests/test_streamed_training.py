@@ -304,6 +304,19 @@ def test_a_missing_extraction_is_named_by_the_setting(
     assert capsys.readouterr().err.startswith(f"error: data.path must be a file, got '{tmp_path}/none.yaml' ")
 
 
+def test_a_grid_of_trainings_is_trained_on_a_stream(extraction: ExtractConfig, tmp_path: Path) -> None:
+    base, grid = tmp_path / "base.yaml", tmp_path / "grid.yaml"
+    config = with_run(train_config(extraction, stream_path(extraction), tmp_path / "run"), max_steps=1)
+    base.write_text(yaml.safe_dump(config_to_dict(config)))
+    seeds = {"run.dir": {"value": str(tmp_path / "grid")}, "run.seed": {"values": [1, 2]}}
+    command = ["${interpreter}", "train.py", "--config", str(base), "${args_no_hyphens}"]
+    grid.write_text(yaml.safe_dump({"method": "grid", "command": command, "parameters": seeds}))
+    done = launch([sys.executable, "-m", "eagle3"], config, tmp_path, "sweep", str(grid))
+    assert done.returncode == 0, done.stderr[-4000:]
+    losses = [metrics_of(tmp_path / "grid" / f"run.seed={seed}")[-1]["held_out/loss"] for seed in (1, 2)]
+    assert losses[0] != losses[1]
+
+
 def test_another_target_is_refused_before_a_step(extraction: ExtractConfig, tmp_path: Path) -> None:
     other = write_tiny_target(tmp_path / "other", seed=1)
     config = train_config(extraction, stream_path(extraction), tmp_path / "run")

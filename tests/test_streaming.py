@@ -89,6 +89,6 @@ def test_a_reader_leaves_the_line_that_a_writer_is_at(tmp_path: Path) -> None:
 def test_a_server_counts_as_hung_while_the_ranks_still_wait(tiny_target: Path, tmp_path: Path) -> None:
     config = make_config(tiny_target, tmp_path, engine="sglang")
     assert config.server.request_timeout_seconds == 600
-    assert within_timeout(config, 10.0).server.request_timeout_seconds == 300
+    assert within_timeout(config, 10.0).server.request_timeout_seconds == 200
     assert within_timeout(config, 30.0) == config
     assert within_timeout(dataclasses.replace(config, engine="transformers"), 1.0).server == config.server

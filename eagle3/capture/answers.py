@@ -18,9 +18,9 @@ from eagle3.capture.progress import ExtractionReport, LiveProgress
 from eagle3.capture.regenerate import Answered, answer_conversations
 from eagle3.capture.target import Target
 from eagle3.config import RegenerateConfig, UserError
+from eagle3.features.manifest import ANSWERS_NAME
 from eagle3.prompts.conversations import BadRow, Conversation
 
-ANSWERS_NAME = "answers.jsonl"
 CHUNK_BATCHES = 4  # of answers, between two writes of the log: a kill loses at most these
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 from eagle3.board import check_backend, feature_store
-from eagle3.capture.answers import ANSWERS_NAME
 from eagle3.capture.client import SGLangEngine
 from eagle3.capture.engine import Engine
 from eagle3.capture.interrupts import Interrupts
@@ -29,6 +28,7 @@ from eagle3.config import ExtractConfig, UserError
 from eagle3.features.codec import Codec, codec_named
 from eagle3.features.index import write_atomically
 from eagle3.features.manifest import (
+    ANSWERS_NAME,
     DTYPES,
     MANIFEST_NAME,
     Manifest,

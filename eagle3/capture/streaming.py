@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from eagle3.capture.answering import unstored_problems
-from eagle3.capture.answers import ANSWERS_NAME, AnswerLog
+from eagle3.capture.answers import AnswerLog
 from eagle3.capture.engine import Captured, CodedCapture, Engine, SetAside
 from eagle3.capture.extraction import build_manifest, check_settings
 from eagle3.capture.faults import find_fault
@@ -21,7 +21,7 @@ from eagle3.capture.running_engine import running_engine
 from eagle3.capture.selection import select_rows
 from eagle3.capture.target import open_target
 from eagle3.config import ExtractConfig, UserError
-from eagle3.features.manifest import Manifest, check_same_capture, read_manifest
+from eagle3.features.manifest import ANSWERS_NAME, Manifest, check_same_capture, read_manifest
 from eagle3.features.record import FeatureSample, supervised_rows
 from eagle3.features.stream import SampleStream, TokenSample
 from eagle3.features.writer import side_path
@@ -82,10 +82,10 @@ def check_stream_settings(config: ExtractConfig, path: str) -> None:
 def within_timeout(config: ExtractConfig, timeout: float) -> ExtractConfig:
     """Has a server count as hung while the ranks, which give each other `timeout` minutes, still wait for samples.
 
-    Half of it is left for asking once more whether the server is there, and for what is sent again. Otherwise they
-    would end for a rank that is late, with a word that names no server and nothing saved.
+    A third of it is for a request, one for asking once more whether the server is there, and one for what is sent
+    again. Otherwise they would end for a rank that is late, with a word that names no server and nothing saved.
     """
-    longest = max(1, int(60 * timeout / 2))
+    longest = max(1, int(60 * timeout / 3))
     if config.engine != "sglang" or config.server.request_timeout_seconds <= longest:
         return config
     return replace(config, server=replace(config.server, request_timeout_seconds=longest))

@@ -21,6 +21,7 @@ from eagle3.features.location import Location
 FORMAT_VERSION = 1
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 MANIFEST_NAME = "manifest.json"
+ANSWERS_NAME = "answers.jsonl"  # beside the samples, or in a writer's own directory: what the target answered
 CODED_BEFORE = "coded_before"  # in engine_facts: lossy codecs that a store's states went through before its own
 PROVENANCE_ONLY = {"engine_facts", "git_commit"}
 TEXTS = (
@@ -153,7 +154,7 @@ def check_same_capture(stored: Manifest, wanted: Manifest, store_path: Path) -> 
     ]
     if differing:
         # A gate that failed, or a target that could not be loaded, leaves a store that was only begun.
-        kept = [*store_path.glob("shard-*"), *store_path.glob("**/answers.jsonl")]
+        kept = [*store_path.glob("shard-*"), *store_path.glob(f"**/{ANSWERS_NAME}")]
         advice = "use the stored settings, or another store.path"
         if not any(each.stat().st_size for each in kept):
             advice = f"delete {store_path}, which holds no sample and no answer yet, or use the stored settings"

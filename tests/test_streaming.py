@@ -3,9 +3,10 @@
 import dataclasses
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,16 @@ from tiny_extractions import make_config
 from eagle3.capture.answers import AnswerLog
 from eagle3.capture.engine import Captured
 from eagle3.capture.streaming import StateMaker, with_share_of_staging, within_timeout
+from eagle3.config import UserError
 from eagle3.features.stream import SampleStream, TokenSample
 
 MASK = torch.tensor([False, True, True])
 TOKENS = [TokenSample(f"s{number}", torch.full((3,), number, dtype=torch.int32), MASK) for number in range(3)]
+
+
+def stream_of(make: Callable[[Sequence[TokenSample]], list[Any]]) -> SampleStream:
+    manifest: Any = SimpleNamespace(dtype="float32")
+    return SampleStream("live.yaml", manifest, TOKENS, make)
 
 
 class Backwards:
@@ -57,11 +64,30 @@ def test_threads_take_turns_at_the_target() -> None:
             under_way[0] -= 1
         return [None for _ in tokens]
 
-    stream: Any = object.__new__(SampleStream)
-    stream.tokens, stream._make, stream._turn = TOKENS, make, threading.Lock()
+    stream = stream_of(make)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(stream.read, [[0], [1], [2], [0]]))
     assert most == [1]
+
+
+def test_who_waits_for_a_turn_asks_no_target_that_has_failed() -> None:
+    num_calls = [0]
+    both = threading.Barrier(3)
+
+    def fail(tokens: Sequence[TokenSample]) -> list[Any]:
+        num_calls[0] += 1
+        time.sleep(0.1)
+        raise UserError("the server must answer within 60 s")
+
+    def read(index: int) -> None:
+        both.wait(timeout=10)
+        with pytest.raises(UserError, match="must answer within 60 s"):
+            stream.read([index])
+
+    stream = stream_of(fail)
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(read, range(3)))
+    assert num_calls == [1]
 
 
 def test_ranks_of_a_machine_share_the_staging_budget(

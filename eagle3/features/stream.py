@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from eagle3.config import UserError
 from eagle3.features.manifest import Manifest
 from eagle3.features.record import FeatureSample, supervised_rows
 from eagle3.features.samples import Samples
@@ -43,6 +44,7 @@ class SampleStream(Samples):
         self.tokens = tokens
         self._make = make
         self._turn = threading.Lock()
+        self._failure: UserError | None = None
         self._normalise: Callable[[Tensor], Tensor] | None = None
 
     @property
@@ -62,10 +64,16 @@ class SampleStream(Samples):
         """Runs the target on the samples at `indices`, and returns them in that order; None has no usable states.
 
         Raises:
-            UserError: it does not run, or too many samples had no usable states.
+            UserError: it does not run, or too many samples had no usable states; from then on nothing is run.
         """
         with self._turn:
-            return self._make([self.tokens[index] for index in indices])
+            if self._failure is not None:
+                raise self._failure  # a server that hangs is not waited for once more by who had to wait for a turn
+            try:
+                return self._make([self.tokens[index] for index in indices])
+            except UserError as error:
+                self._failure = error
+                raise
 
     def without_states(self, index: int, *, is_supervised: bool) -> FeatureSample:
         """Returns a sample with zeros for its states, whose supervision may be taken away."""

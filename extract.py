@@ -5,7 +5,7 @@ from eagle3.loading import loading
 with loading():
     from dataclasses import replace
 
-    from eagle3.cli import command_parser, parse_arguments, run_command
+    from eagle3.cli import check_given_once, command_parser, parse_arguments, run_command
     from eagle3.config import ExtractConfig
     from eagle3.config_file import find_config, load_config
 
@@ -21,6 +21,7 @@ def main() -> None:
     arguments = parse_arguments(parser)
     config = load_config(ExtractConfig, find_config(arguments.config, "extract"), arguments.overrides)
     if arguments.prompts is not None:
+        check_given_once(arguments.overrides, "prompts.path", "--prompts")
         config = replace(config, prompts=replace(config.prompts, path=arguments.prompts))
     with loading():
         from eagle3.capture.answering import write_answers

@@ -30,6 +30,17 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None 
     return parser.parse_intermixed_args(argv)
 
 
+def check_given_once(overrides: Sequence[str], setting: str, option: str) -> None:
+    """Compares the overrides with an option that sets the same.
+
+    Raises:
+        UserError: one of them does.
+    """
+    for override in overrides:
+        if override.partition("=")[0] == setting:
+            raise UserError(f"{setting} must be given once, got {override!r} and {option}; leave one away")
+
+
 def file_to_write(text: str) -> Path:
     """Reads from the command line where a file is to be written, so that no work is done for nothing."""
     if Path(text).is_dir():

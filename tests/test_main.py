@@ -69,6 +69,28 @@ def test_a_setting_that_does_not_exist_is_refused_without_torch(command: list[st
     assert "target.pth is not a setting; did you mean target.path?" in errors
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["extract.py", "--prompts", "a", "prompts.path=b"],
+            "prompts.path must be given once, got 'prompts.path=b' and",
+        ),
+        (["plan", "--prompts", "a", "prompts.path=b"], "prompts.path must be given once, got 'prompts.path=b' and"),
+        (["prompts", "a", "prompts.path=b"], "prompts.path must be given once, got 'prompts.path=b' and a file"),
+        (["prompts", "a", "--target", "t", "target.path=b"], "target.path must be given once, got 'target.path=b' and"),
+        (
+            ["evaluate.py", "--server", "a", "server=b"],
+            "server must be given once, got 'server=b' and 'server=a'; leave",
+        ),
+    ],
+)
+def test_an_option_and_a_setting_that_say_the_same_are_refused_without_torch(arguments: list[str], said: str) -> None:
+    code, _, errors = run(*([] if arguments[0] in SCRIPTS else ["eagle3/__main__.py"]), *arguments)
+    assert code == 2
+    assert said in errors
+
+
 def test_what_features_lets_people_choose_is_what_an_import_takes() -> None:
     assert get_args(Last) == features.LAST
     assert get_args(LossMask) == features.LOSS_MASK

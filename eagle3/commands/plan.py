@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
-from eagle3.cli import command_parser, parse_arguments
+from eagle3.cli import check_given_once, command_parser, parse_arguments
 from eagle3.config import ExtractConfig, TrainConfig, UserError
 from eagle3.config_file import find_config, load_config
 from eagle3.loading import loading
@@ -33,6 +33,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError("--gpus and --gpu must come with --training, got an extraction; leave them out")
     config = load_config(ExtractConfig, find_config(arguments.config, "extract"), arguments.overrides)
     if arguments.prompts is not None:
+        check_given_once(arguments.overrides, "prompts.path", "--prompts")
         config = replace(config, prompts=replace(config.prompts, path=arguments.prompts))
     with loading():
         from eagle3.capture.planning import read_plan

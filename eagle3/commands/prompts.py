@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from eagle3.cli import file_to_write
+from eagle3.cli import check_given_once, file_to_write
 from eagle3.config import InspectConfig
 from eagle3.config_file import load_config
 from eagle3.loading import loading
@@ -31,8 +31,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="settings of extract and train")
     arguments = parser.parse_intermixed_args(argv)
     config = load_config(InspectConfig, None, arguments.overrides)
+    check_given_once(arguments.overrides, "prompts.path", "a file before it")
     config = replace(config, prompts=replace(config.prompts, path=arguments.prompts))
     if arguments.target is not None:
+        check_given_once(arguments.overrides, "target.path", "--target")
         config = replace(config, target=replace(config.target, path=arguments.target))
     name = re.sub(r"[^\w.@-]+", "_", Path(arguments.prompts).name) or "prompts"
     rejected = arguments.rejected or Path("ckpts") / f"{name}.rejected.jsonl"

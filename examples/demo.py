@@ -21,6 +21,7 @@ import psutil
 import torch
 
 from eagle3.capture.server import running_server
+from eagle3.cli import run_command
 from eagle3.config import ServerConfig
 
 PROMPTS = Path("examples/prompts.jsonl")
@@ -146,7 +147,12 @@ def run_stage(name: str, command: list[str]) -> tuple[float, int]:
     peak = [0]
     watcher = threading.Thread(target=watch_memory, args=(process, peak), daemon=True)
     watcher.start()
-    code = process.wait()
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:
+        process.wait()  # the signal is its own, too: it saves what it has
+        print(f"the demo's {name} stage was interrupted; the same command goes on where it stopped", file=sys.stderr)
+        sys.exit(130)
     watcher.join()
     if code != 0:
         sys.exit(f"the demo's {name} stage ended with exit code {code}; the same command goes on where it stopped")
@@ -205,4 +211,4 @@ def hardware() -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

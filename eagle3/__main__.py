@@ -13,10 +13,11 @@ with loading():
 # Each is a module of eagle3.commands; its `main` takes the arguments and returns the exit code.
 SUBCOMMANDS = ("compare", "doctor", "export", "features", "plan", "prompts", "questions", "simulate", "sweep")
 
+_SCRIPTS = "extract.py, train.py and evaluate.py are commands of their own"
 _USAGE = f"""usage: python -m eagle3 SUBCOMMAND [ARGUMENTS]
 
 SUBCOMMAND is one of {", ".join(SUBCOMMANDS)}; each says with --help what it takes.
-extract.py, train.py and evaluate.py are commands of their own."""
+{_SCRIPTS}."""
 
 
 def main() -> None:
@@ -35,7 +36,7 @@ def run_subcommand(argv: Sequence[str]) -> None:
         print(f"{__doc__}\n\n{_USAGE}")
         return
     if name not in SUBCOMMANDS:
-        raise UserError(f"a subcommand must be one of {', '.join(SUBCOMMANDS)}, got {name}")
+        raise UserError(f"a subcommand must be one of {', '.join(SUBCOMMANDS)}, got {name}; {_SCRIPTS}")
     with loading():
         subcommand = import_module(f"eagle3.commands.{name}")
     sys.exit(subcommand.main(argv[1:]))

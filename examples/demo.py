@@ -17,12 +17,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
-import torch
+from eagle3.loading import loading
 
-from eagle3.capture.server import running_server
-from eagle3.cli import run_command
-from eagle3.config import ServerConfig
+with loading():
+    import psutil
+    import torch
+
+    from eagle3.capture.server import running_server
+    from eagle3.cli import run_command
+    from eagle3.config import ServerConfig
 
 PROMPTS = Path("examples/prompts.jsonl")
 SAMPLE_SECONDS = 0.5  # between two looks at the memory of a stage's processes

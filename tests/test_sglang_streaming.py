@@ -158,6 +158,7 @@ def test_a_server_that_hangs_is_waited_for_and_named_and_no_step_is_lost(served:
     finally:
         os.killpg(served.group, signal.SIGCONT)
         training.process.kill()
+    assert said.count(f"waiting until {url} records what it runs") == 1, "of the main rank, at the start"
     assert f"error: the server must answer within 10 s, got ReadTimeout ({url}); start it again\n" in said
     checkpoints = [path.name for path in (tmp_path / "streamed").glob("step-*")]
     assert checkpoints == [f"step-{metrics_of(tmp_path / 'streamed')[-1]['step']:06d}"]

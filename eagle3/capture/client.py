@@ -4,6 +4,7 @@ The same interface as the target in this process. A sample waits in the staging 
 more of them are asked for than fit its budget.
 """
 
+import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
@@ -24,6 +25,8 @@ from eagle3.capture.staging_area import SampleError, StagingArea
 from eagle3.config import RegenerateConfig, ServerConfig, UserError
 from eagle3.features.codec import Codec, decode, rounding_steps
 from eagle3.features.manifest import DTYPES
+
+logger = logging.getLogger(__name__)
 
 PROBE_IDS = [0, 1, 2]
 FILE_SECONDS = 60  # between an answer and its sample, at most: the server's writer may be gigabytes behind
@@ -206,8 +209,10 @@ class SGLangEngine:
 
     def _wait_until_ready(self, server: Server) -> None:
         # The first forward of a server may compile kernels for minutes.
-        longest = self._config.startup_timeout_seconds
-        patience = longest if server.is_ours else ATTACHED_SECONDS
+        longest = patience = self._config.startup_timeout_seconds
+        if not server.is_ours:
+            patience = ATTACHED_SECONDS
+            logger.info("waiting until %s records what it runs", server.url)  # one that hangs says nothing itself
         server.wait_until(partial(self._probe, server, longest), patience)
 
     def _probe(self, server: Server, timeout_seconds: float) -> None:

@@ -3,7 +3,7 @@
 from eagle3.loading import loading
 
 with loading():
-    from eagle3.cli import command_parser, parse_arguments, run_command
+    from eagle3.cli import command_parser, follow_launcher, parse_arguments, run_command
     from eagle3.config import ExtractConfig, TrainConfig
     from eagle3.config_file import find_config, load_config
 
@@ -27,4 +27,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    follow_launcher()
     run_command(main)

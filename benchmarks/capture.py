@@ -5,8 +5,8 @@
 Both servers have the same flags and hold the same model; a round sends the same requests to one of them and ends when
 the last answer is there and, where states are recorded, when the last file is whole. Which server goes first changes
 with each pair, so that neither has the warmer machine. A small target is prefilled as fast as one thread of Python
-starts its kernels, whose speed changes by half for seconds at a time on a machine that others use too: rounds of some
-seconds (--requests 2048) average that, and say more in the same time than more pairs of short ones.
+starts its kernels, whose speed changes by half for seconds at a time on a machine that others use too: many pairs tell
+more there.
 """
 
 import argparse
@@ -326,13 +326,16 @@ def keep(row: dict[str, Any], out: Path | None) -> None:
     rows = json.loads(out.read_text())["rows"] if out.exists() else []
     key = ("work", "codec", "flags")
     rows = [each for each in rows if any(each[name] != row[name] for name in key)]
-    report = {
+    made: dict[str, Any] = {
         "command": shlex.join(["python", *sys.argv]),
         "date": time.strftime("%Y-%m-%d"),
         "commit": os.environ.get("COMMIT") or _commit(),
+    }
+    report = {
+        **made,
         "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores",
         "versions": {"python": platform.python_version(), "sglang": row["engine_version"]},
-        "rows": [*rows, row],
+        "rows": [*rows, row | made],  # older ones say how they were made
     }
     out.write_text(json.dumps(report, indent=1) + "\n")
 

@@ -63,7 +63,6 @@ def run_command(main: Callable[[], None]) -> None:
     Exit code 2 is a user's mistake, or a file that the system refuses; 1 a computation that left the finite numbers, or
     a process of the run that is gone; 141 and 130 are a shell's for a pipe that was closed and for Ctrl-C.
     """
-    _follow_launcher()
     try:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
         try:
@@ -108,12 +107,14 @@ def run_command(main: Callable[[], None]) -> None:
         sys.exit(130)
 
 
-def _follow_launcher() -> None:
+def follow_launcher() -> None:
     """Has this process get a SIGTERM when its launcher dies, if that is accelerate's for one process.
 
-    It passes no signal on, so that one that is told to stop would leave its training alone. torchrun does.
+    It passes no signal on, so that one that is told to stop would leave its training alone. torchrun does, and what a
+    shell started is to outlive it.
     """
-    if "ACCELERATE_USE_CPU" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
+    command = Path(f"/proc/{os.getppid()}/cmdline")
+    if "TORCHELASTIC_RUN_ID" not in os.environ and command.exists() and b"accelerate" in command.read_bytes():
         ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
 

@@ -1,12 +1,14 @@
 """What every command shares."""
 
 import argparse
+import contextlib
 import errno
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -214,3 +216,43 @@ def test_every_command_looks_where_it_is_to_write(
     assert re.search(
         r"argument .*: must be a (file, got the directory|directory, got the file) '", capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(("shell", "outlives"), [("shell", True), ("accelerate", False)])
+def test_a_command_ends_with_accelerate_and_outlives_its_shell(shell: str, *, outlives: bool) -> None:
+    """A shell whose name is the launcher's stands for it."""
+    child = (
+        "import time; from eagle3.cli import follow_launcher; follow_launcher(); print(1, flush=True); time.sleep(60)"
+    )
+    script = f"{sys.executable} -c '{child}' & echo $!; read _"
+    with subprocess.Popen(
+        ["bash", "-c", script, shell],
+        cwd=REPOSITORY,
+        env={name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}
+        | {"ACCELERATE_USE_CPU": "false"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as launcher:
+        assert launcher.stdin is not None
+        assert launcher.stdout is not None
+        process_id = int(launcher.stdout.readline())
+        assert launcher.stdout.readline() == "1\n"
+        launcher.stdin.close()
+        launcher.wait()
+        try:
+            ended = _has_ended(process_id, within_seconds=1.0 if outlives else 20.0)
+            assert ended is not outlives
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process_id, signal.SIGKILL)
+
+
+def _has_ended(process_id: int, within_seconds: float) -> bool:
+    deadline = time.monotonic() + within_seconds
+    while time.monotonic() < deadline:
+        state = Path(f"/proc/{process_id}/stat")
+        if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
+            return True
+        time.sleep(0.02)
+    return False

@@ -290,6 +290,14 @@ def test_other_spellings_are_read(tmp_path: Path, spelling: str) -> None:
         assert torch.equal(state[name], tensor), name
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint32])
+def test_maps_of_tokens_may_be_of_any_integers(tmp_path: Path, dtype: torch.dtype) -> None:
+    drafter = make_drafter()
+    directory = export(drafter, tmp_path / "drafter", dtype=torch.float32)
+    edit_tensors(directory, lambda tensors: tensors | {"d2t": tensors["d2t"].to(dtype)})
+    assert torch.equal(load_drafter(directory, TARGET).d2t, drafter.d2t)
+
+
 def test_embedding_of_a_drafter_is_ignored_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = export(make_drafter(), tmp_path / "drafter")
     edit_tensors(directory, lambda tensors: tensors | {"embed_tokens.weight": torch.zeros(V, D)})

@@ -78,15 +78,21 @@ def test_the_same_seed_makes_the_same_drafter(base: TrainConfig) -> None:
     assert not torch.equal(first["fc.weight"], other["fc.weight"])
 
 
-def test_the_largest_micro_batch_is_the_limit_or_the_longest_sample(base: TrainConfig) -> None:
+def test_the_largest_micro_batch_is_the_limit_or_the_longest_sample_or_a_step(base: TrainConfig) -> None:
     inputs, store = load_inputs(base), FeatureStore(base.data.path)
     samples = [store[index] for index in inputs.train_indices]
-    num_tokens, share = largest_micro_batch(inputs.store, inputs.train_indices, 5)
-    assert num_tokens == max(sample.input_ids.numel() for sample in samples)
-    total = sum(sample.input_ids.numel() for sample in samples)
-    assert share == pytest.approx(sum(sample.last_rows.numel() for sample in samples) / total)
-    assert largest_micro_batch(inputs.store, inputs.train_indices, 4096)[0] == 4096
-    assert largest_micro_batch(inputs.store, inputs.train_indices, 4, num_sharing=3)[0] == -(-num_tokens // 3)
+    lengths = sorted(sample.input_ids.numel() for sample in samples)
+
+    def largest(num_sharing: int = 1, **changes: int) -> tuple[int, float]:
+        data = dataclasses.replace(base.data, **changes)  # type: ignore[arg-type]
+        return largest_micro_batch(inputs.store, inputs.train_indices, data, num_sharing)
+
+    num_tokens, share = largest(batch_tokens=5)
+    assert num_tokens == lengths[-1]
+    assert share == pytest.approx(sum(sample.last_rows.numel() for sample in samples) / sum(lengths))
+    assert largest(batch_tokens=40)[0] == 40
+    assert largest(batch_tokens=4096, samples_per_step=3)[0] == sum(lengths[-3:])
+    assert largest(batch_tokens=4, num_sharing=3)[0] == -(-num_tokens // 3)
 
 
 def test_no_layers_are_not_the_default_ones(base: TrainConfig) -> None:

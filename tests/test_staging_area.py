@@ -95,6 +95,18 @@ def test_sample_that_comes_after_a_killed_run_was_cleaned_up_is_found_by_the_nex
         gone.__enter__()
 
 
+def test_what_others_have_there_under_such_names_stays(tmp_path: Path) -> None:
+    names = [
+        "eagle3-llama-8b-drafter.safetensors", "eagle3-12-of-mine.safetensors", "eagle3-3-0123abcd-7.txt",
+        "eagle3-3-0123ABCD-7.safetensors", "eagle3-3-0123abcd-x.partial",
+    ]  # fmt: skip
+    for name in names:
+        (tmp_path / name).write_text("")
+    (tmp_path / "eagle3-llama-8b-drafter").mkdir()
+    remove_dead_runs(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names, "eagle3-llama-8b-drafter"])
+
+
 @pytest.mark.parametrize("kind", ["shared", "own"])
 def test_what_a_killed_run_left_is_found_and_a_living_one_is_left_alone(tmp_path: Path, kind: str) -> None:
     command = [sys.executable, "-c", LIVING_RUN, str(tmp_path), kind]

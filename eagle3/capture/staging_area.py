@@ -7,6 +7,7 @@ without trusting process ids.
 import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 import time
@@ -36,6 +37,8 @@ from eagle3.config import UserError
 from eagle3.features.codec import CodedStates
 
 LOCK_PREFIX, LOCK_SUFFIX = ".eagle3-", ".lock"
+# A file of a request that a run made; others may have theirs beside it, and it may be anybody's directory.
+OWN_FILE = re.compile(r"eagle3-[1-9][0-9]*-([0-9a-f]{8})-[0-9]+\.(?:safetensors|error\.json|partial)")
 POLL_SECONDS = (0.001, 0.05)  # first and longest pause between two looks for a file
 
 
@@ -199,8 +202,8 @@ def remove_dead_runs(parent: Path) -> None:
         lock_path.unlink(missing_ok=True)
     # What a server wrote after its run was gone, and cleaned up: a living run has a lock before it asks for anything.
     for path in parent.glob("eagle3-*-*-*"):
-        run = path.name.split("-")[2]
-        if not (parent / f"{LOCK_PREFIX}{run}{LOCK_SUFFIX}").exists():
+        ours = OWN_FILE.fullmatch(path.name)
+        if ours and not (parent / f"{LOCK_PREFIX}{ours[1]}{LOCK_SUFFIX}").exists():
             path.unlink(missing_ok=True)
 
 

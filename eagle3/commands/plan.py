@@ -20,6 +20,7 @@ def main(argv: Sequence[str]) -> int:
             cannot fit, too.
     """
     parser = command_parser("Says what extract.py would cost with the same arguments, or train.py.", EXTRACTION)
+    parser.prog = "python -m eagle3 plan"
     parser.add_argument("--prompts", help="as of extract.py (default: prompts.path of the config)")
     parser.add_argument(
         "--training", metavar="CONFIG", help="plan a training: train.py's YAML file, such as drafter.yaml"
@@ -44,14 +45,18 @@ def main(argv: Sequence[str]) -> int:
 
 
 def plan_training(arguments: argparse.Namespace) -> int:
-    """Prints what a training would take; returns 0."""
+    """Prints what a training would take; returns 0.
+
+    Raises:
+        UserError: as the training, before it makes a drafter, or the disk cannot take it.
+    """
     if arguments.prompts is not None or arguments.config != EXTRACTION:
         raise UserError("--prompts and --config must go with an extraction, got --training; leave them out")
     config = load_config(TrainConfig, find_config(arguments.training, "train", "--training"), arguments.overrides)
     with loading():
         from eagle3.training.planning import read_training_plan
     num_gpus = 8 if arguments.gpus is None else arguments.gpus
-    plan = read_training_plan(config, num_gpus=num_gpus, gpu=arguments.gpu or "H200")
+    plan = read_training_plan(config, num_gpus=num_gpus, gpu="H200" if arguments.gpu is None else arguments.gpu)
     print(plan)
     plan.check()
     return 0

@@ -202,7 +202,7 @@ def _checked_tensors(
             problems.append(f"- misshapen: {name} {tuple(tensor.shape)}, wanted {expected[name]}")
         elif name not in ("d2t", "t2d") and tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             problems.append(f"- quantised: {name} in {tensor.dtype}, wanted float32, bfloat16 or float16")
-        elif not all_finite(tensor):
+        elif tensor.is_floating_point() and not all_finite(tensor):
             problems.append(f"- not finite: {name}, wanted numbers alone")
     if not problems:
         tensors, problems = _with_checked_maps(tensors, config)

@@ -48,7 +48,7 @@ def supervised_rows(loss_mask: Tensor) -> Tensor:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Tells whether no number is NaN or infinite; from the least and the largest one, which makes no copy."""
+    """Tells whether no float of 16 bits or more is NaN or infinite; from the least and the largest, without a copy."""
     if not tensor.numel():
         return True
     return all(bool(extreme.isfinite()) for extreme in torch.aminmax(tensor))  # a NaN is both

@@ -47,6 +47,7 @@ class Basis:
     held_out_indices: list[int]
     target: TargetWeights
     target_config: dict[str, Any]
+    token_counts: Tensor  # (V,) of the supervised tokens to train on
     draft_vocab: DraftVocab
     drafter_config: DrafterConfig
 
@@ -67,7 +68,7 @@ def load_inputs(config: TrainConfig, samples: Samples | None = None) -> Inputs:
     """Opens the store, unless `samples` are given, and makes the untrained drafter.
 
     Raises:
-        UserError: as `read_basis`, or the drafter could not be exported later.
+        UserError: as `read_basis`.
     """
     basis = read_basis(config, samples)
     drafter = Eagle3Drafter(basis.drafter_config)
@@ -77,7 +78,6 @@ def load_inputs(config: TrainConfig, samples: Samples | None = None) -> Inputs:
     init_drafter(
         drafter, basis.target, basis.draft_vocab, seed=config.run.seed, init_from_target=config.draft.init_from_target
     )
-    to_serving_config(drafter.config, basis.target_config, torch.bfloat16)  # refuses now what could not be exported
     return Inputs(basis.store, basis.train_indices, basis.held_out_indices, basis.target, basis.target_config, drafter)
 
 
@@ -85,8 +85,8 @@ def read_basis(config: TrainConfig, samples: Samples | None = None) -> Basis:
     """Opens the store, unless `samples` are given, and compares it with target and config.
 
     Raises:
-        UserError: a setting makes no sense, store, target and config do not belong together, or nothing is left to
-            train or to validate on.
+        UserError: a setting makes no sense, store, target and config do not belong together, nothing is left to train
+            or to validate on, or the drafter could not be exported later.
     """
     check_settings(config)
     store = FeatureStore(config.data.path, config.data.cache_bytes) if samples is None else samples
@@ -109,20 +109,25 @@ def read_basis(config: TrainConfig, samples: Samples | None = None) -> Basis:
     target = load_target_weights(target_path)
     token_counts, must_keep = store.token_counts(train_indices), kept_token_ids(target_path, tokenizer)
     draft = replace(config.draft, draft_vocab_size=draft_vocab_size(config.draft, token_counts, must_keep))
+    drafter_config = drafter_config_from_target(target_config, draft, capture_layers)
+    to_serving_config(drafter_config, target_config, torch.bfloat16)
     return Basis(
         store=store,
         train_indices=train_indices,
         held_out_indices=held_out_indices,
         target=target,
         target_config=target_config,
+        token_counts=token_counts,
         draft_vocab=build_draft_vocab(token_counts, draft.draft_vocab_size, must_keep),
-        drafter_config=drafter_config_from_target(target_config, draft, capture_layers),
+        drafter_config=drafter_config,
     )
 
 
 def device_weights(
-    target: TargetWeights, target_ids: Tensor, embeddings: Literal["device", "host"]
-) -> TargetWeights:  # (W,)
+    target: TargetWeights,
+    target_ids: Tensor,  # (W,)
+    embeddings: Literal["device", "host"],
+) -> TargetWeights:
     """Returns what every device must hold of the target: of its head the drafted rows, since packs have normalisers.
 
     With embeddings on the host the table is empty. Nothing is copied but those rows.
@@ -176,7 +181,7 @@ def split_samples(store: Samples, data: DataConfig) -> tuple[list[int], list[int
 
 
 def largest_micro_batch(
-    store: Samples, indices: Sequence[int], batch_tokens: int, num_sharing: int = 1
+    store: Samples, indices: Sequence[int], data: DataConfig, num_sharing: int = 1
 ) -> tuple[int, float]:
     """Returns the tokens of the largest micro-batch, and the share of tokens that are supervised in the store.
 
@@ -184,7 +189,7 @@ def largest_micro_batch(
     A store may keep last states of other tokens, too; all of those count here.
     """
     entries = [store.entries[index] for index in indices]
-    num_tokens = sum(entry.num_tokens for entry in entries)
-    share = sum(entry.num_last for entry in entries) / num_tokens
-    longest = max(entry.num_tokens for entry in entries)
-    return max(batch_tokens, -(-longest // num_sharing)), share
+    lengths = sorted(entry.num_tokens for entry in entries)
+    share = sum(entry.num_last for entry in entries) / sum(lengths)
+    of_a_step = sum(lengths[-data.samples_per_step :])  # the longest ones together
+    return max(min(data.batch_tokens, of_a_step), -(-lengths[-1] // num_sharing)), share

@@ -117,7 +117,7 @@ def train_among_ranks(
             has_average=config.optimizer.ema_decay is not None,
         )
         num_sharing = world.size if config.data.split_sequences else 1
-        largest = largest_micro_batch(inputs.store, inputs.train_indices, config.data.batch_tokens, num_sharing)
+        largest = largest_micro_batch(inputs.store, inputs.train_indices, config.data, num_sharing)
         log_plan(module.memory_plan, *largest)
     batches = Batches(
         inputs.store,

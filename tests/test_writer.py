@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -162,6 +162,25 @@ def test_a_writer_that_is_left_by_an_exception_keeps_what_it_has(tmp_path: Path)
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert len(FeatureStore(tmp_path)) == 1
+
+
+def test_an_interrupt_once_a_shard_is_on_its_way_stores_nothing_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = FeatureWriter(tmp_path, MANIFEST, shard_bytes=1)
+    submit = writer._filler.submit
+
+    def submit_and_interrupt(*arguments: Any) -> None:
+        submit(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer._filler, "submit", submit_and_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            writer.write(make_sample(0))
+    writer.write(make_sample(1))
+    writer.close()
+    assert sorted(contents(FeatureStore(tmp_path))) == sorted([make_sample(0).sample_id, make_sample(1).sample_id])
 
 
 def test_a_stored_sample_is_not_stored_again(tmp_path: Path) -> None:

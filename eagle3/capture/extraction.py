@@ -285,11 +285,11 @@ def _show(config: ExtractConfig, report: ExtractionReport, manifest: Manifest) -
 
 def _log_report(report: ExtractionReport, store_path: Path) -> None:
     logger.info(
-        "stored %s (%d before), %s, %d of them supervised; %s has %s%s",
+        "stored %s (%s before), %s, %s of them supervised; %s has %s%s",
         counted(report.num_stored, "sample"),
-        report.num_stored_before,
+        f"{report.num_stored_before:,}",
         counted(report.num_tokens, "token"),
-        report.num_supervised,
+        f"{report.num_supervised:,}",
         store_path,
         readable_bytes(_shard_bytes(store_path)),
         f"; {report.rates()}" if report.rates() else "",

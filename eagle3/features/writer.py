@@ -76,8 +76,7 @@ class FeatureWriter:
         self._device = device
         self._shard_bytes = shard_bytes
         self._quota_bytes = quota_bytes
-        self._buffer: list[StoredSample] = []
-        self._checksums: list[str] = []  # of the buffered ones
+        self._buffer: list[tuple[StoredSample, str]] = []  # with their checksums
         self._buffer_bytes = HEADER_BYTES
         self._flush_failed = False
         self._filler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store-fill")
@@ -142,11 +141,10 @@ class FeatureWriter:
                 f"the store must stay within store.quota_bytes={self._quota_bytes}, got {total} bytes with the next "
                 f"sample ({self.path}); raise the quota and run the same command again: it goes on from here"
             )
-        if self._buffer and self._buffer[0].columns.keys() != stored.columns.keys():
+        if self._buffer and self._buffer[0][0].columns.keys() != stored.columns.keys():
             self._start_flush()  # the samples of a shard have the same columns
         checksum = stored.checksum()  # here, so that the thread is left to the disk
-        self._buffer.append(stored)
-        self._checksums.append(checksum)
+        self._buffer.append((stored, checksum))
         self._buffer_bytes += num_bytes
         self.stored_ids.add(stored.sample_id)
         if self._buffer_bytes >= self._shard_bytes:
@@ -182,10 +180,12 @@ class FeatureWriter:
         self._wait(self._filling)  # at most two shards are in this process's memory
         if not self._buffer:
             return
+        samples, num_bytes = self._buffer, self._buffer_bytes
+        # Before they are on their way: by a Ctrl-C in between they would be stored twice, and now they are yet to come.
+        self._buffer, self._buffer_bytes = [], HEADER_BYTES
         with self._count:
-            self._bytes_under_way += self._buffer_bytes
-        self._filling = self._filler.submit(self._fill, self._buffer, self._checksums, self._buffer_bytes)
-        self._buffer, self._checksums, self._buffer_bytes = [], [], HEADER_BYTES
+            self._bytes_under_way += num_bytes
+        self._filling = self._filler.submit(self._fill, samples, num_bytes)
 
     def _wait(self, under_way: Future[None] | None) -> None:
         if under_way is None:
@@ -195,14 +195,14 @@ class FeatureWriter:
         under_way.result()
         self._flush_failed = False
 
-    def _fill(self, samples: list[StoredSample], checksums: list[str], num_bytes: int) -> None:
+    def _fill(self, samples: list[tuple[StoredSample, str]], num_bytes: int) -> None:
         """Writes one shard to a temporary file; runs on a thread of its own."""
         temporary = self.path / next(self._temporary_names)
         with self._disk_errors(temporary, num_bytes):
             free = shutil.disk_usage(self.path).free
             if free < num_bytes:
                 raise self._disk_full(num_bytes, f"{free} bytes free")
-            entries = write_shard(temporary, samples, checksums)
+            entries = write_shard(temporary, *map(list, zip(*samples, strict=True)))
             if len(self._sealing) == SHARDS_BEHIND:
                 self._sealing.popleft().result()
         before = self._sealing[-1] if self._sealing else None

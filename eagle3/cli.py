@@ -123,13 +123,3 @@ def _is_unread(descriptor: int) -> bool:
     poll = select.poll()
     poll.register(descriptor, 0)
     return any(events & select.POLLERR for _, events in poll.poll(0))
-
-
-def counted(number: int, noun: str) -> str:
-    """Returns a number with what it counts: `1 row`, `1,200 rows`."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def one_line(error: Exception) -> str:
-    """Returns an error of others as one line; its kind alone where it says nothing."""
-    return " ".join(str(error).split())[:400] or type(error).__name__

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 
-from eagle3.cli import counted
 from eagle3.config import DeepSpeedFile, EvaluateConfig, ExtractConfig, InspectConfig, TrainConfig, UserError, Written
+from eagle3.words import counted
 
 CONFIG_ROOT = Path(__file__).resolve().parent.parent / "configs"
 

@@ -81,3 +81,8 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def existing_parent(path: Path) -> Path:
+    """Returns the nearest directory above a path, or itself, that is there."""
+    return next(each for each in [path.absolute(), *path.absolute().parents] if each.exists())

@@ -1,4 +1,4 @@
-"""What a run will cost, before it starts.
+"""What an extraction will cost, before it starts.
 
 Sizes of stored features are exact for answers that are given; for answers that are yet to be written they are upper
 bounds, and the plan says so.
@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from eagle3.cli import counted
 from eagle3.config import StoreConfig, UserError
 from eagle3.features.codec import Codec, state_bytes
 from eagle3.features.shard import ENTRY_BYTES, HEADER_BYTES
+from eagle3.files import existing_parent
+from eagle3.words import counted, readable_bytes
 
 TOKEN_BYTES = 4 + 1  # id, mask
 LAST_ROW_BYTES = 4 + 4  # row number, target_logz
@@ -105,17 +106,3 @@ def plan_extraction(
         quota_bytes=store.quota_bytes,
         store_path=path,
     )
-
-
-def readable_bytes(num_bytes: int) -> str:
-    """Returns a size as people read it: `12.3 GiB`."""
-    size, unit = float(num_bytes), 0
-    units = ["bytes", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1000 and unit < len(units) - 1:
-        size, unit = size / 1024, unit + 1
-    return counted(num_bytes, "byte") if unit == 0 else f"{size:.1f} {units[unit]}"
-
-
-def existing_parent(path: Path) -> Path:
-    """Returns the nearest directory above a path, or itself, that is there."""
-    return next(each for each in [path.absolute(), *path.absolute().parents] if each.exists())

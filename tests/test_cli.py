@@ -15,14 +15,7 @@ import pytest
 from conftest import REPOSITORY
 
 from eagle3.__main__ import run_subcommand
-from eagle3.cli import (
-    command_parser,
-    counted,
-    directory_to_write,
-    file_to_write,
-    parse_arguments,
-    run_command,
-)
+from eagle3.cli import command_parser, directory_to_write, file_to_write, parse_arguments, run_command
 from eagle3.config import UserError
 from eagle3.loading import loading
 
@@ -173,11 +166,6 @@ def test_a_broken_pipe_that_is_not_ours_keeps_its_traceback() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "BrokenPipeError" in done.stderr
-
-
-@pytest.mark.parametrize(("number", "said"), [(0, "0 rows"), (1, "1 row"), (2, "2 rows"), (1200, "1,200 rows")])
-def test_what_is_counted_is_named_in_its_number(number: int, said: str) -> None:
-    assert counted(number, "row") == said
 
 
 def test_where_something_is_to_be_written_is_looked_at_before_the_work(tmp_path: Path) -> None:

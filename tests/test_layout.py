@@ -18,6 +18,7 @@ ALLOWED = {
     "cli": set(),
     "loading": set(),
     "files": set(),
+    "words": set(),
     "board": set(),
     "tracking": {"board"},
     "plan": {"features"},
@@ -37,9 +38,8 @@ ALLOWED_MODULES = {
     "evaluation.simulate": {"training.packs", "training.prefetch"},
     "features.making": {"capture.foreign", "capture.importing"},
     "training.inputs": {"prompts.tokenizers"},
-    "training.planning": {"plan"},
 }
-SPOKEN_EVERYWHERE = {"config", "config_file", "cli", "files", "loading"}
+SPOKEN_EVERYWHERE = {"config", "config_file", "cli", "files", "loading", "words"}
 
 
 def readme_tree() -> dict[str, str]:

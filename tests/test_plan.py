@@ -12,7 +12,7 @@ from eagle3.config import StoreConfig, UserError
 from eagle3.features.manifest import Manifest
 from eagle3.features.record import FeatureSample, supervised_rows
 from eagle3.features.writer import FeatureWriter
-from eagle3.plan import ExtractionPlan, SampleSize, plan_extraction, readable_bytes
+from eagle3.plan import ExtractionPlan, SampleSize, plan_extraction
 
 
 def plan(sizes: list[SampleSize], path: Path, *, is_bound: bool = False, **store: Any) -> ExtractionPlan:
@@ -98,11 +98,3 @@ def test_a_quota_within_the_free_disk_makes_a_bound_acceptable(tmp_path: Path, m
     plan([SampleSize(1000, 400)], tmp_path, is_bound=True, quota_bytes=101_000).check()
     with pytest.raises(UserError, match="must fit the free disk of 100000 bytes"):
         plan([SampleSize(1000, 400)], tmp_path, is_bound=True, quota_bytes=101_001).check()
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [(0, "0 bytes"), (999, "999 bytes"), (1024, "1.0 KiB"), (991_900_000_000, "923.8 GiB"), (2**50, "1024.0 TiB")],
-)
-def test_sizes_are_readable(num_bytes: int, text: str) -> None:
-    assert readable_bytes(num_bytes) == text

@@ -12,10 +12,10 @@ from eagle3.capture.progress import ExtractionReport, LiveProgress
 from eagle3.capture.running_engine import running_engine
 from eagle3.capture.selection import select_rows
 from eagle3.capture.target import open_target
-from eagle3.cli import counted
 from eagle3.config import ExtractConfig, UserError
 from eagle3.features.writer import FeatureWriter
 from eagle3.prompts.conversations import BadRow, Conversation
+from eagle3.words import counted
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,6 @@ from eagle3.capture.progress import ExtractionReport
 from eagle3.capture.running_engine import engine_version, running_engine
 from eagle3.capture.selection import Selection, TooLong, select_rows
 from eagle3.capture.target import Target, open_target
-from eagle3.cli import counted
 from eagle3.config import ExtractConfig, UserError
 from eagle3.features.codec import Codec, codec_named
 from eagle3.features.index import write_atomically
@@ -39,13 +38,14 @@ from eagle3.features.manifest import (
 )
 from eagle3.features.store import FeatureStore, digest_store
 from eagle3.features.writer import FeatureWriter, side_path
-from eagle3.plan import ExtractionPlan, SampleSize, plan_extraction, readable_bytes
+from eagle3.plan import ExtractionPlan, SampleSize, plan_extraction
 from eagle3.prompts.conversations import BadRow
 from eagle3.prompts.rendering import ChatRenderer
 from eagle3.prompts.server_rendering import compare_with_server
 from eagle3.prompts.sources import digest_sources, find_sources
 from eagle3.prompts.tokenizers import tokenizer_digest
 from eagle3.tracking import git_state, identify, open_board, write_provenance
+from eagle3.words import counted, readable_bytes
 
 logger = logging.getLogger(__name__)
 

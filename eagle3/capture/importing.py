@@ -19,7 +19,6 @@ from eagle3.capture.faults import find_fault
 from eagle3.capture.foreign import SUFFIXES, Foreign, find_files, id_of, kind_of, read_foreign
 from eagle3.capture.inprocess import TransformersEngine
 from eagle3.capture.parity import GATE_SAMPLES, GATE_TOKENS, ParityError, ParityReport, check_parity
-from eagle3.cli import counted
 from eagle3.config import TargetConfig, UserError
 from eagle3.draft.target_weights import (
     TargetWeights,
@@ -41,6 +40,7 @@ from eagle3.features.manifest import (
 from eagle3.features.record import FeatureSample, supervised_rows
 from eagle3.features.writer import FeatureWriter
 from eagle3.prompts.tokenizers import load_tokenizer, tokenizer_digest
+from eagle3.words import counted
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from eagle3.capture.engine import Captured, Engine, TopTwo
 from eagle3.capture.inprocess import TransformersEngine
-from eagle3.cli import counted
 from eagle3.config import TargetConfig, UserError
 from eagle3.draft.target_weights import (
     check_capture_layers,
@@ -23,8 +22,8 @@ from eagle3.draft.target_weights import (
     load_target_config,
     load_target_weights,
 )
-from eagle3.plan import readable_bytes
 from eagle3.prompts.tokenizers import load_tokenizer
+from eagle3.words import counted, readable_bytes
 
 logger = logging.getLogger(__name__)
 

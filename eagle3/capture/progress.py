@@ -13,8 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from eagle3.capture.engine import StagingUse
-from eagle3.cli import counted
-from eagle3.plan import readable_bytes
+from eagle3.words import counted, readable_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from eagle3.capture.regenerate import count_user_turns
-from eagle3.cli import counted
 from eagle3.config import PromptsConfig, RegenerateConfig, UserError
 from eagle3.plan import SampleSize
 from eagle3.prompts.conversations import BadRow, Conversation
@@ -22,6 +21,7 @@ from eagle3.prompts.lengths import first_prompt_ids, fit, last_prompt_ids, rende
 from eagle3.prompts.rendering import ChatRenderer
 from eagle3.prompts.sources import unread_files
 from eagle3.prompts.workers import examine_rows, settings_for
+from eagle3.words import counted
 
 logger = logging.getLogger(__name__)
 

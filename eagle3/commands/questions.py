@@ -5,11 +5,12 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from eagle3.cli import counted, file_to_write
+from eagle3.cli import file_to_write
 from eagle3.config import UserError
 from eagle3.evaluation.question_sets import SETS, installed_file
 from eagle3.files import write_whole
 from eagle3.loading import loading
+from eagle3.words import counted
 
 
 def main(argv: Sequence[str]) -> int:

@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
-from eagle3.cli import counted
 from eagle3.config import UserError
+from eagle3.words import counted
 
 logger = logging.getLogger(__name__)
 

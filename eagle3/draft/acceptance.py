@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eagle3.cli import counted
 from eagle3.config import UserError
 from eagle3.draft.ttt import ChainMatches, PackedSequences
+from eagle3.words import counted
 
 NUM_RESAMPLES = 2000  # another seed then moves an end of the 95 % interval by about 3 % of its half-width
 

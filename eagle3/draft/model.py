@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from eagle3.cli import one_line
 from eagle3.config import UserError
 from eagle3.draft.fusion import RmsNorm, RopeTables, apply_rope
+from eagle3.words import one_line
 
 # Their tables do not depend on the sequence's length, so that packing and serving read the same ones.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")

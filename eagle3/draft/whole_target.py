@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from eagle3.cli import one_line
 from eagle3.config import TargetConfig, UserError
 from eagle3.draft.target_weights import missing_weights
+from eagle3.words import one_line
 
 
 def load_whole_target(target: TargetConfig, *, advice: str) -> Any:

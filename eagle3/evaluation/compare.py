@@ -8,7 +8,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from eagle3.cli import counted
 from eagle3.config import UserError
 from eagle3.evaluation.comparison import compare
 from eagle3.evaluation.page import write_page
@@ -16,6 +15,7 @@ from eagle3.evaluation.runs import Run, line_up, read_directory
 from eagle3.evaluation.tables import TextTable, sentences, tables
 from eagle3.evaluation.verify import verify
 from eagle3.evaluation.wandb_runs import REMOTE, read_remote, read_wandb_files, wandb_files
+from eagle3.words import counted
 
 
 def compare_runs(names: Sequence[str], spread: float | None, out: Path | None, argv: Sequence[str]) -> None:

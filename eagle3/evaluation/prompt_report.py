@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from eagle3.cli import counted
 from eagle3.config import InspectConfig, PromptsConfig, UserError
 from eagle3.draft.draft_vocab import build_draft_vocab, coverage_by_domain, draft_vocab_size, tau_ceiling
 from eagle3.draft.target_weights import load_target_config
@@ -24,6 +23,7 @@ from eagle3.prompts.server_rendering import ServerRendering, compare_with_server
 from eagle3.prompts.sources import find_sources, unread_files
 from eagle3.prompts.tokenizers import kept_token_ids, load_tokenizer
 from eagle3.prompts.workers import examine_rows, settings_for
+from eagle3.words import counted
 
 BAR_CHARS = 40
 CEILING_ANSWERS = 500  # in file order: enough for two digits of tau, in a second

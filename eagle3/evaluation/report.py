@@ -27,10 +27,10 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from eagle3.cli import counted
 from eagle3.draft.acceptance import Acceptance, summarise
 from eagle3.draft.questions import Question
 from eagle3.evaluation.served import ServerFacts
+from eagle3.words import counted
 
 logger = logging.getLogger(__name__)
 

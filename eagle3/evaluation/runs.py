@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.board import Identity, curves
-from eagle3.cli import counted
 from eagle3.config import UserError
 from eagle3.draft.questions import QUESTIONS_NAME, Question, read_questions
 from eagle3.tracking import METRICS_NAME, PROVENANCE_NAME, read_provenance
+from eagle3.words import counted
 
 RESULT_NAME = "result.json"
 # What each kind of run says of itself beside its config.

@@ -12,9 +12,9 @@ from typing import Any
 
 import requests
 
-from eagle3.cli import counted
 from eagle3.config import UserError
 from eagle3.draft.acceptance import AnswerRounds
+from eagle3.words import counted
 
 SGLANG = "SGLang"
 DRAFTER_FLAGS = "--speculative-algorithm EAGLE3 --speculative-draft-model-path DRAFTER"

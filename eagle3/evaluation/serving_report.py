@@ -9,13 +9,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from eagle3.cli import counted
 from eagle3.evaluation.cells import PLAIN, Cell, ServingReport
 from eagle3.evaluation.page import STYLE, html_table
 from eagle3.evaluation.report import measure
 from eagle3.evaluation.serving import NEAR_TIE
 from eagle3.evaluation.simulate import parse_speculation
 from eagle3.evaluation.tables import TextTable
+from eagle3.words import counted
 
 
 def break_even(report: ServingReport) -> list[str]:

@@ -14,7 +14,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from eagle3.cli import counted
 from eagle3.config import TargetConfig, UserError
 from eagle3.draft.acceptance import Acceptance, AnswerRounds, summarise
 from eagle3.draft.export import load_drafter
@@ -32,6 +31,7 @@ from eagle3.evaluation.simulate import (
 from eagle3.files import write_whole
 from eagle3.prompts.conversations import BadRow, Conversation, read_conversations
 from eagle3.tracking import digest_file, git_state
+from eagle3.words import counted
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eagle3.cli import counted
 from eagle3.evaluation.comparison import MEASURES, Best, Comparison, Verdict
+from eagle3.words import counted
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from eagle3.cli import counted
 from eagle3.config import EvaluateConfig, UserError
 from eagle3.draft.acceptance import AnswerRounds
 from eagle3.draft.questions import Question, prompt_digest
@@ -22,6 +21,7 @@ from eagle3.prompts.rendering import make_renderer
 from eagle3.prompts.sources import unread_files
 from eagle3.prompts.tokenizers import answer_text
 from eagle3.prompts.workers import examine_rows
+from eagle3.words import counted
 
 logger = logging.getLogger(__name__)
 

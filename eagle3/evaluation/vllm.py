@@ -11,7 +11,6 @@ from typing import Any, TypeGuard
 
 import requests
 
-from eagle3.cli import counted
 from eagle3.config import UserError
 from eagle3.evaluation.served import (
     ANSWER_TIMEOUT_SECONDS,
@@ -23,6 +22,7 @@ from eagle3.evaluation.served import (
     answer_all,
     json_object,
 )
+from eagle3.words import counted
 
 ENGINE = "vLLM"
 FLAGS = (

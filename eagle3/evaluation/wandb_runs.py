@@ -12,10 +12,10 @@ from typing import Any
 
 import wandb
 
-from eagle3.cli import counted
 from eagle3.config import UserError
 from eagle3.draft.questions import COLUMNS, Question, add_row
 from eagle3.evaluation.runs import Run, make_run
+from eagle3.words import counted
 
 logger = logging.getLogger(__name__)
 

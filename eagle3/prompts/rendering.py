@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from eagle3.cli import counted, one_line
 from eagle3.config import PromptsConfig, UserError
 from eagle3.prompts.answers import AnswerReader, Parts, RenderingError, differing, parts_of, prompt_of
 from eagle3.prompts.encoding import Encoded, Encoder
 from eagle3.prompts.templates import NO_OPTIONS, ChatTemplate, TemplateOptions
+from eagle3.words import counted, one_line
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 import requests
 
-from eagle3.cli import counted
 from eagle3.config import UserError
 from eagle3.prompts.answers import RenderingError
 from eagle3.prompts.conversations import Conversation
 from eagle3.prompts.rendering import ChatRenderer
 from eagle3.prompts.templates import as_requested
+from eagle3.words import counted
 
 TIMEOUT_SECONDS = 60
 

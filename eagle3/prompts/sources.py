@@ -14,9 +14,9 @@ import pyarrow
 import pyarrow.parquet
 import xxhash
 
-from eagle3.cli import one_line
 from eagle3.config import UserError
 from eagle3.prompts.raw_rows import RawRow, text_rows, too_large
+from eagle3.words import one_line
 
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet"}
 COMPRESSED_SUFFIXES = (".gz", ".zst")

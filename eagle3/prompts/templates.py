@@ -11,9 +11,9 @@ from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from eagle3.cli import one_line
 from eagle3.config import UserError
 from eagle3.prompts.answers import RenderingError
+from eagle3.words import one_line
 
 Made = TypeVar("Made")
 

@@ -11,8 +11,8 @@ from typing import Any
 import xxhash
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from eagle3.cli import one_line
 from eagle3.config import UserError
+from eagle3.words import one_line
 
 # Ends of a turn that some checkpoints ship without naming them; SGLang looks for them by their text.
 UNNAMED_END_TOKENS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")

@@ -21,9 +21,9 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGr
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 from torch.nn.parallel import DistributedDataParallel
 
-from eagle3.cli import counted
 from eagle3.config import TrainConfig, UserError
 from eagle3.config_file import find_deepspeed
+from eagle3.words import counted
 
 T = TypeVar("T")
 

@@ -6,11 +6,11 @@ import math
 from collections import deque
 from pathlib import Path
 
-from eagle3.cli import counted
 from eagle3.files import write_whole
 from eagle3.training.batches import StepBatch
 from eagle3.training.memory import MemoryPlan
 from eagle3.training.packs import CodedPack
+from eagle3.words import counted
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from eagle3.cli import counted
 from eagle3.config import DataConfig, TrainConfig, UserError
 from eagle3.draft.draft_vocab import DraftVocab, build_draft_vocab, draft_vocab_size, tau_ceiling
 from eagle3.draft.initial import drafter_config_from_target, init_drafter
@@ -31,6 +30,7 @@ from eagle3.features.store import FeatureStore
 from eagle3.prompts.tokenizers import kept_token_ids, load_tokenizer, tokenizer_digest
 from eagle3.training.batches import usable_samples
 from eagle3.training.settings import check_settings
+from eagle3.words import counted
 
 logger = logging.getLogger(__name__)
 

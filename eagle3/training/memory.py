@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-from eagle3.cli import counted
 from eagle3.draft.head import CHUNK_ELEMENTS
 from eagle3.draft.model import DrafterConfig
 from eagle3.draft.target_weights import TargetWeights
 from eagle3.training.distributed import Setup
+from eagle3.words import counted
 
 logger = logging.getLogger(__name__)
 

@@ -2,11 +2,11 @@
 
 import json
 
-from eagle3.cli import counted
 from eagle3.config import TrainConfig, config_to_dict
 from eagle3.features.samples import Samples
 from eagle3.training.checkpoints import TrainState
 from eagle3.training.validation import Validation
+from eagle3.words import counted
 
 
 def model_card(config: TrainConfig, store: Samples, state: TrainState, validation: Validation) -> str:

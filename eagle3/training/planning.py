@@ -9,21 +9,20 @@ from pathlib import Path
 import torch
 
 from eagle3.board import check_backend
-from eagle3.cli import counted
 from eagle3.config import DataConfig, TrainConfig, UserError
 from eagle3.draft.model import DrafterConfig
 from eagle3.draft.ttt import PackedSequences
 from eagle3.features.samples import Samples
-from eagle3.plan import existing_parent, readable_bytes
+from eagle3.files import existing_parent
 from eagle3.training.batches import deal, epoch_order
 from eagle3.training.distributed import Setup, read_deepspeed_config
 from eagle3.training.engine import state_kinds
 from eagle3.training.inputs import device_weights, largest_micro_batch, read_basis
 from eagle3.training.memory import BF16, FP32, GIB, MemoryEstimate, parameter_sizes, plan_for
 from eagle3.training.optimizer_step import count_attended, count_rows
-from eagle3.training.progress import duration
 from eagle3.training.settings import num_steps_of
 from eagle3.training.work import LIMITS, limit_of, step_flops
+from eagle3.words import counted, duration, readable_bytes
 
 COUNTED_SAMPLES = 2000  # whose rows are counted; a second's work, and the others are taken to be like them
 COUNTED_STEPS = 500  # whose samples are dealt to the ranks

@@ -23,6 +23,7 @@ from eagle3.training.optimizer_step import MetricSums, StepResult
 from eagle3.training.timing import StepMarks, StepSeconds, find_stragglers, seconds_of
 from eagle3.training.validation import Validation
 from eagle3.training.work import limit_of, step_flops
+from eagle3.words import duration
 
 logger = logging.getLogger(__name__)
 
@@ -211,9 +212,3 @@ class _RateColumn(ProgressColumn):
 
 def _digits(values: Sequence[float]) -> str:
     return " ".join(f"{value:.3f}" for value in values)
-
-
-def duration(seconds: float) -> str:
-    """Returns hours, minutes and seconds as people read them: `12:04:59`."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"

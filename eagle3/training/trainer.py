@@ -12,7 +12,6 @@ from accelerate import Accelerator
 from rich.progress import Progress
 
 from eagle3.board import check_backend
-from eagle3.cli import counted
 from eagle3.config import TrainConfig, UserError
 from eagle3.draft.export import TRAINED_ON, export_drafter
 from eagle3.draft.questions import QUESTIONS_NAME, write_questions
@@ -39,6 +38,7 @@ from eagle3.training.settings import num_steps_of
 from eagle3.training.stopping import StopSignal, has_ended
 from eagle3.training.validation import validate
 from eagle3.training.watch import Watch
+from eagle3.words import counted
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from rich.progress import Progress
 
-from eagle3.cli import counted
 from eagle3.config import DataConfig, UserError
 from eagle3.draft.acceptance import Acceptance, answer_rounds, summarise
 from eagle3.draft.questions import Question, of_pack
@@ -23,6 +22,7 @@ from eagle3.training.packs import load_threads, on_device, pack_reader
 from eagle3.training.prefetch import prefetched
 from eagle3.training.stopping import StopSignal
 from eagle3.training.watch import Watch
+from eagle3.words import counted
 
 BOOTSTRAP_SEED = 0  # of the interval alone: the same for every validation, so that two can be compared
 

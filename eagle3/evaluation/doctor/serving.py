@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from eagle3.cli import counted
 from eagle3.draft.serving_config import IDS_ARE_BOUNDARIES, target_architecture
 from eagle3.evaluation.doctor.evidence import Share
 from eagle3.evaluation.doctor.files import DrafterFiles, Finding
 from eagle3.evaluation.doctor.settings import Target, layer_ids
 from eagle3.evaluation.served import ServedAnswer, ServerFacts, SGLangClient
 from eagle3.features.record import FeatureSample
+from eagle3.words import counted
 
 ANSWER_TOKENS = 64
 NUM_PROMPTS = 16

@@ -9,6 +9,7 @@ with loading():
 
 
 def main() -> None:
+    follow_launcher()
     parser = command_parser("Trains a drafter on a feature store; start it with `accelerate launch`.", "drafter.yaml")
     arguments = parse_arguments(parser)
     config = load_config(TrainConfig, find_config(arguments.config, "train"), arguments.overrides)
@@ -27,5 +28,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    follow_launcher()
     run_command(main)

@@ -1,1 +1,1 @@
-"""The subcommands of `python -m eagle3`: what each takes. What does the work is imported once that is understood."""
+"""The subcommands of `python -m eagle3`, which import what takes seconds once their arguments are understood."""

@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     if share is not None and not 0 < share <= 1:
         raise UserError(f"--held-out-share must be above 0 and at most 1, got {share}; leave it away for all samples")
     with loading():
-        from eagle3.evaluation.simulation import simulate_answers, simulate_store
-    simulate = simulate_answers if is_answers else simulate_store
-    simulate(arguments)
+        from eagle3.evaluation.simulation import report_on_answers, report_on_store
+    report = report_on_answers if is_answers else report_on_store
+    report(arguments)
     return 0

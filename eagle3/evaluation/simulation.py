@@ -48,7 +48,7 @@ class Row:
     acceptance: Acceptance
 
 
-def simulate_store(arguments: argparse.Namespace) -> None:
+def report_on_store(arguments: argparse.Namespace) -> None:
     """Simulates over a store, as the command's arguments say.
 
     Raises:
@@ -87,7 +87,7 @@ def simulate_store(arguments: argparse.Namespace) -> None:
         write_whole(arguments.out, json.dumps(figures, indent=1) + "\n")
 
 
-def simulate_answers(arguments: argparse.Namespace) -> None:
+def report_on_answers(arguments: argparse.Namespace) -> None:
     """Does the same for answers that servers gave, whose counters stand beside what is simulated."""
     target = TargetConfig(path=str(arguments.target), dtype=arguments.dtype)
     ways = [parse_speculation(text) for text in arguments.speculation or []]

@@ -202,7 +202,8 @@ class FeatureWriter:
             free = shutil.disk_usage(self.path).free
             if free < num_bytes:
                 raise self._disk_full(num_bytes, f"{free} bytes free")
-            entries = write_shard(temporary, *map(list, zip(*samples, strict=True)))
+            stored, checksums = zip(*samples, strict=True)
+            entries = write_shard(temporary, stored, checksums)
             if len(self._sealing) == SHARDS_BEHIND:
                 self._sealing.popleft().result()
         before = self._sealing[-1] if self._sealing else None

@@ -53,14 +53,9 @@ class Basis:
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """Samples, the drafter to train on it, and what the losses need of the target; all on the CPU."""
+class Inputs(Basis):
+    """Samples, the drafter to train on them, and what the losses need of the target; all on the CPU."""
 
-    store: Samples
-    train_indices: list[int]
-    held_out_indices: list[int]
-    target: TargetWeights
-    target_config: dict[str, Any]
     drafter: Eagle3Drafter
 
 
@@ -78,7 +73,7 @@ def load_inputs(config: TrainConfig, samples: Samples | None = None) -> Inputs:
     init_drafter(
         drafter, basis.target, basis.draft_vocab, seed=config.run.seed, init_from_target=config.draft.init_from_target
     )
-    return Inputs(basis.store, basis.train_indices, basis.held_out_indices, basis.target, basis.target_config, drafter)
+    return Inputs(**vars(basis), drafter=drafter)
 
 
 def read_basis(config: TrainConfig, samples: Samples | None = None) -> Basis:

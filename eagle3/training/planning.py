@@ -127,13 +127,13 @@ def read_training_plan(config: TrainConfig, *, num_gpus: int, gpu: str) -> Train
     has_average = config.optimizer.ema_decay is not None
     setup, ttt_steps, sizes = Setup(zero_stage, num_gpus), config.objective.ttt_steps, parameter_sizes(drafter)
     memory = plan_for(drafter, setup, target, ttt_steps, capacity=0, has_average=has_average)
-    # The next one is there before the oldest goes.
     num_saves = num_steps // config.run.save_every + num_steps // config.run.validate_every + 1
-    run_dir = Path(config.run.dir)
+    num_kept = config.run.keep_last + config.run.keep_best
+    num_tokens, run_dir = sum(entry.num_tokens for entry in entries), Path(config.run.dir)
     return TrainingPlan(
         num_samples=len(indices),
         num_held_out=len(basis.held_out_indices),
-        num_tokens=sum(entry.num_tokens for entry in entries),
+        num_tokens=num_tokens,
         num_supervised=sum(entry.num_supervised for entry in entries),
         steps_per_epoch=steps_per_epoch,
         num_steps=num_steps,
@@ -146,11 +146,11 @@ def read_training_plan(config: TrainConfig, *, num_gpus: int, gpu: str) -> Train
         memory=memory.estimate(micro_batch, round(micro_batch * share)),
         all_supervised=memory.estimate(micro_batch, micro_batch),
         least_memory=memory.estimate(micro_batch, micro_batch, num_recomputed=ttt_steps),
-        flops=_epoch_flops(store, indices, drafter, ttt_steps) * num_steps / steps_per_epoch,
+        flops=_flops_per_token(store, indices, drafter, ttt_steps) * num_tokens * num_steps / steps_per_epoch,
         gpu=gpu,
         limit=limit,
         checkpoint_bytes=FP32 * len(state_kinds(has_average=has_average)) * sizes.total,
-        num_checkpoints=min(config.run.keep_last + config.run.keep_best + 1, num_saves),
+        num_checkpoints=min(num_kept + 1, num_saves),  # the next one is there before the oldest goes
         drafter_bytes=BF16 * sizes.total,
         run_dir=run_dir,
         free_bytes=shutil.disk_usage(existing_parent(run_dir)).free,
@@ -198,14 +198,13 @@ def _slowest(store: Samples, indices: Sequence[int], data: DataConfig, num_ranks
     return most * num_ranks / total
 
 
-def _epoch_flops(store: Samples, indices: Sequence[int], drafter: DrafterConfig, ttt_steps: int) -> float:
-    """Returns the arithmetic of all samples once; rejected chains that may leave count as if they stayed."""
+def _flops_per_token(store: Samples, indices: Sequence[int], drafter: DrafterConfig, ttt_steps: int) -> float:
+    """Returns the arithmetic of a token that is trained on; rejected chains that may leave count as if they stayed."""
     some = indices[:: -(-len(indices) // COUNTED_SAMPLES)]
     tokens = [_without_states(store, index) for index in some]
     num_counted = sum(each.loss_mask.numel() for each in tokens)
     num_rows, num_attended = count_rows(tokens, ttt_steps), count_attended(tokens, ttt_steps)
-    flops = step_flops(drafter, num_counted, num_rows.tolist(), float(num_attended.sum()))
-    return flops * sum(store.entries[index].num_tokens for index in indices) / num_counted
+    return step_flops(drafter, num_counted, num_rows.tolist(), float(num_attended.sum())) / num_counted
 
 
 def _without_states(store: Samples, index: int) -> PackedSequences:

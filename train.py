@@ -15,7 +15,7 @@ def main() -> None:
     config = load_config(TrainConfig, find_config(arguments.config, "train"), arguments.overrides)
     with loading():
         from eagle3.training.trainer import train
-    if not config.data.path.endswith((".yaml", ".yml")):
+    if not config.data.is_streamed:
         train(config)
         return
     with loading():

@@ -150,6 +150,11 @@ class DataConfig:
     cache_bytes: int = 0  # samples kept in memory, on each rank, for stores whose disk has no page cache
     seed: int = 0
 
+    @property
+    def is_streamed(self) -> bool:
+        """Tells whether `path` is an extraction's config, whose states are made while a training runs."""
+        return self.path.endswith((".yaml", ".yml"))
+
 
 @dataclass(frozen=True)
 class ObjectiveConfig:

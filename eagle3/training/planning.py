@@ -169,7 +169,7 @@ def _checked_limit(config: TrainConfig, num_gpus: int, gpu: str) -> float:
     limit = limit_of(gpu)
     if limit is None:
         problems.append(f"  --gpu must have one of {', '.join(LIMITS)} in its name, got {gpu!r}")
-    if config.data.path.endswith((".yaml", ".yml")):
+    if config.data.is_streamed:
         problems.append(
             f"  data.path must be a store, got {config.data.path}, whose states are made while a training runs: plan "
             f"those with `python -m eagle3 plan --config {config.data.path}`"
